@@ -1,0 +1,32 @@
+"""Every example in a docstring runs, and so does every Python block of the README."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import vescale
+
+README = Path(__file__).parents[2] / "README.md"
+MODULES = ["vescale"] + [m.name for m in pkgutil.walk_packages(vescale.__path__, "vescale.")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    result = doctest.testmod(
+        importlib.import_module(name),
+        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
+    )
+    assert result.failed == 0
+
+
+def test_readme_examples():
+    """In one namespace, top to bottom, as a reader would type them."""
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
+    assert blocks
+    namespace: dict = {}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"README.md, block {number}", "exec"), namespace)

@@ -1,0 +1,65 @@
+"""The only file that touches private torch; each use lists the torch versions and the reason.
+
+`tests/pure/test_house.py` bans private torch (`torch._x`, `torch.x._y`) everywhere else, so that a
+new torch release is one file's work. Each name here says
+
+* which torch versions it was checked on,
+* what public spelling is missing, and what would let us drop it.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+# 2.11 - 2.13. Tracing without memory: torch documents fake tensors, but exports them from here only.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor as FakeTensor,
+    FakeTensorMode as FakeTensorMode,
+)
+
+# 2.11 - 2.13. A mode that sees every ATen call; documented, but lives in a private module.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# 2.11 - 2.13. The type of `torch.ops.aten.mm.default`, for annotations and isinstance.
+OpOverload = torch._ops.OpOverload
+
+
+def data_dependent_errors() -> tuple[type[BaseException], ...]:
+    """2.11 - 2.13. What a fake tensor raises when the program needs its value."""
+    return DataDependentOutputException, DynamicOutputShapeException
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """2.11 - 2.13. Calls inside skip the autograd key: a program has no tape to write.
+
+    torch.no_grad still passes through it, at about a tenth of the cost of a small op;
+    torch.inference_mode would make results that a later backward refuses.
+    """
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def is_mutable(op: Any) -> bool:
+    """2.11 - 2.13. Whether an overload writes to an argument; the schema has no public reader."""
+    return op._schema.is_mutable
+
+
+def default_store() -> Any:
+    """2.11 - 2.13. The store of the default process group, which init_process_group keeps to itself."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def make_wrapper(
+    cls: type, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> Any:
+    """2.11 - 2.13. A tensor of class `cls` with a shape and no storage; torch documents no other way."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
+# 2.11 - 2.13. As __torch_function__: calls go straight to __torch_dispatch__. The public default wraps
+# every result in the subclass, plain tensors too.
+disabled_torch_function = torch._C._disabled_torch_function_impl

@@ -1,0 +1,105 @@
+"""Do all ranks say the same? Small records compared through the process group's store.
+
+The store, not a collective: a rank that doesn't come leaves an error that names it, where a
+collective would hang. A simulated mesh has one process, which agrees with itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._errors import ConsistencyError, explain
+from .mesh import Mesh
+
+# How often each mesh has been asked, so that every exchange has keys of its own. Equal meshes share
+# one count: every rank asks in the same order, whichever of them it asks.
+_asked: Counter[str] = Counter()
+
+
+def exchange(mesh: Mesh, what: str, record: Any) -> list[Any]:
+    """The records of all ranks of a mesh of processes, in order of rank; JSON values.
+
+    Raises ConsistencyError when a rank says nothing within the store's timeout, or is asked about
+    something else than `what`.
+    """
+    store = mesh.store
+    assert store is not None, mesh
+    name = f"{mesh.abstract}@{','.join(map(str, mesh.world_ranks))}"
+    if len(name) > 100:
+        name = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    call = _asked[name]
+    _asked[name] += 1
+
+    def key(call: int, rank: int) -> str:
+        return f"vescale/agree/{name}/{call}/{rank}"
+
+    store.set(key(call, mesh.rank), json.dumps([what, record]))
+    answers = []
+    for rank in range(mesh.size):
+        try:
+            answers.append(json.loads(store.get(key(call, rank))))
+        except (dist.DistError, RuntimeError) as error:
+            missing = [r for r in range(mesh.size) if not store.check([key(call, r)])]
+            raise ConsistencyError(
+                explain(
+                    f"no word from rank {', '.join(map(str, missing))}",
+                    where=what,
+                    rule="every rank of the mesh makes the same calls in the same order",
+                    remedy="look for a branch that depends on the rank, or a rank that has failed",
+                )
+            ) from error
+    # Who has written record `call` has read all of `call - 1`; so nobody reads the one before that.
+    if call > 1:
+        store.delete_key(key(call - 2, mesh.rank))
+    others = {rank: answer[0] for rank, answer in enumerate(answers) if answer[0] != what}
+    if others:
+        rank, call_name = next(iter(others.items()))
+        raise ConsistencyError(
+            explain(
+                f"rank {rank} called {call_name}",
+                where=f"{what}, on rank {mesh.rank}",
+                rule="every rank of the mesh makes the same calls in the same order",
+                remedy="look for a branch that depends on the rank",
+            )
+        )
+    return [answer[1] for answer in answers]
+
+
+def digest(tensor: Tensor) -> str:
+    """A checksum of dtype, shape and bits.
+
+    >>> digest(torch.zeros(2)) == digest(torch.zeros(2)), digest(torch.zeros(2)) == digest(-torch.zeros(2))
+    (True, False)
+    """
+    flat = tensor.detach().contiguous().cpu().view(-1)
+    data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    bits = hashlib.blake2b(data, digest_size=8).hexdigest()
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}:{bits}"
+
+
+def same_on_all(mesh: Mesh, what: str, digests: dict[str, str]) -> None:
+    """Check that plain tensors, by name, are the same value on every rank.
+
+    Raises ConsistencyError naming the tensor and the ranks that differ from rank 0, on every rank.
+    """
+    if mesh.is_simulated or not mesh.local_ranks:
+        return
+    first, *others = exchange(mesh, what, digests)
+    for name in first:
+        differ = [rank for rank, other in enumerate(others, 1) if other.get(name) != first[name]]
+        if differ:
+            raise ConsistencyError(
+                explain(
+                    f"{name} on rank {', '.join(map(str, differ))} differs from rank 0",
+                    where=what,
+                    rule="a plain tensor is the global value, equal on all ranks",
+                    remedy="if each rank has its own part, say so: vs.from_local(tensor, mesh, P(...))",
+                )
+            )

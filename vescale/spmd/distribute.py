@@ -1,0 +1,33 @@
+"""`vs.distribute`: a tree of global tensors to DTensors, as a plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import _tree
+from .dtensor import DTensor, distribute_tensor
+from .plan import Plan
+
+
+def distribute(tree: Any, plan: Plan) -> Any:
+    """Each tensor of the parameter tree `tree`, placed at rest as `plan.params` says.
+
+    Tensors are global values, equal on all ranks; DTensors are moved. Raises PlanError as
+    `plan.resolve` does.
+
+    >>> import torch
+    >>> from vescale.spmd.mesh import make_mesh
+    >>> from vescale.spmd.placements import P, Shard
+    >>> mesh = make_mesh({"dp": 2}, backend="simulated")
+    >>> tree = distribute({"w": torch.ones(4)}, Plan(mesh, params={"w": P(dp=Shard(0))}))
+    >>> tree["w"].to_local(0)
+    tensor([1., 1.])
+    """
+    leaves, spec = _tree.flatten(tree)
+    placed = []
+    for leaf, entry in zip(leaves, plan.resolve(tree), strict=True):
+        if isinstance(leaf, DTensor):
+            placed.append(leaf.redistribute(entry.rest.spec))
+        else:
+            placed.append(distribute_tensor(leaf, plan.mesh, entry.rest.spec))
+    return _tree.unflatten(spec, placed)

@@ -1,0 +1,513 @@
+"""`vs.parallelize`: a function for one device, run on a mesh as a plan says.
+
+On the first call with a signature the function is traced at its global shapes, partitioned, compiled and
+kept. Every other call flattens its arguments, looks the program up and runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from .. import _tree
+from .._errors import ArgumentError, PlanError, explain
+from . import rules as _rules  # noqa: F401  (registers them)
+from .agree import digest
+from .dtensor import DTensor
+from .layout import Layout, replicated
+from .locals import local_slice
+from .plan import Plan
+from .program.agreement import Record, agree
+from .program.cache import CacheInfo, ProgramCache
+from .program.cleanup import cleanup
+from .program.ir import Graph, Ref, TensorMeta
+from .program.partition import partition
+from .program.program import Collectives, Program, as_text, collectives
+from .program.trace import Mark, Tracing, trace
+
+
+@overload
+def parallelize(fn: Callable[..., Any], plan: Plan, *, donate: Sequence[str] = ()) -> Parallelized: ...
+@overload
+def parallelize(
+    fn: Plan, plan: None = None, *, donate: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Parallelized]: ...
+def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = ()) -> Any:
+    """Run `fn`, written for one device, on the mesh of `plan`. A call, or a decorator: `@parallelize(plan)`.
+
+    fn: (*trees of tensors and static values) -> tree. A DTensor argument keeps its layout; a plain tensor is
+    the global value, equal on all ranks, and is placed as the plan says. Results are DTensors. A result
+    subtree of the structure and shapes of an argument's (new parameters, new optimizer state) comes
+    back in that argument's layouts, so that a train step is a fixed point; others stay where the
+    program left them, with pending reductions done.
+
+    `donate` names arguments whose DTensors the call may consume: using one afterwards is an error.
+
+    fn is traced: Python control flow on a tensor's value, a shape that depends on data, or mutation
+    of an argument is a TraceError that names the line. Python numbers are static: each new value
+    compiles anew. The gradient of the result is not recorded; take gradients inside, with
+    `vs.value_and_grad`.
+
+    >>> import torch, vescale as vs
+    >>> mesh = vs.make_mesh({"dp": 2})
+    >>> plan = vs.Plan(mesh, inputs={"x": vs.P(dp=vs.Shard(0))})
+    >>> total = vs.parallelize(lambda x: (x * x).sum(), plan)
+    >>> total(torch.arange(4.0)).full_tensor()
+    tensor(14.)
+    >>> print(total.lower(torch.arange(4.0)).collectives()[0].kind)
+    all_reduce
+    """
+    if isinstance(fn, Plan):
+        return lambda function: Parallelized(function, fn, tuple(donate))
+    if not isinstance(plan, Plan):
+        raise ArgumentError(
+            explain(
+                f"parallelize(fn, {plan!r})",
+                rule="the second argument is a vs.Plan",
+                remedy="vs.parallelize(fn, vs.Plan(mesh, params=..., inputs=...))",
+            )
+        )
+    return Parallelized(fn, plan, tuple(donate))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments of one call: flat leaves and what they mean."""
+
+    names: tuple[str, ...]  # of the arguments, in order
+    spec: _tree.TreeSpec
+    leaves: list[Any]
+    key: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is kept for a signature."""
+
+    program: Program
+    layouts: tuple[Layout | None, ...]  # of each leaf; None for static ones
+    out_spec: _tree.TreeSpec
+    out_layouts: tuple[Any, ...]  # Layout of a tensor, or a static result
+    donated: tuple[int, ...]
+    paths: tuple[str, ...]
+
+
+class Lowered:
+    """A decided program that has not run: what `fn` does on the mesh, for arguments like those given."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._program = entry.program
+
+    def as_text(self) -> str:
+        """The program, one instruction a line, with the layout of each value and where it came from."""
+        return as_text(self._program.partitioned)
+
+    def collectives(self) -> Collectives:
+        """Each collective in order: kind, axes, bytes that rank 0 receives, cause and source line."""
+        return collectives(self._program.partitioned)
+
+    def source(self, rank: int = 0) -> str:
+        """The generated Python of one hosted rank."""
+        return self._program.sources[rank]
+
+
+class Parallelized:
+    """A function on a mesh: see `parallelize`. `__wrapped__` is the function for one device."""
+
+    def __init__(self, fn: Callable[..., Any], plan: Plan, donate: tuple[str, ...]) -> None:
+        if not callable(fn):
+            raise ArgumentError(
+                explain(
+                    f"parallelize({fn!r})",
+                    rule="the first argument is a function",
+                    remedy="pass the train step itself",
+                )
+            )
+        self._fn, self._plan, self._donate = fn, plan, donate
+        self._name = getattr(fn, "__qualname__", type(fn).__name__)
+        self._parameters = inspect.signature(fn)
+        self._positional = tuple(
+            parameter.name
+            for parameter in self._parameters.parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        )
+        self._complete = len(self._positional) == len(self._parameters.parameters)
+        unknown = [name for name in donate if name not in self._parameters.parameters]
+        if unknown:
+            raise ArgumentError(
+                explain(
+                    f"donate={unknown}",
+                    where=self._name,
+                    rule=f"the arguments are {', '.join(self._parameters.parameters)}",
+                    remedy="name one of these",
+                )
+            )
+        self._cache = ProgramCache[Entry](("argument names", "structure", "leaf", "mode", "module state"))
+        self._guards: dict[tuple[Any, ...], list[tuple[torch.nn.Module, tuple[str, ...]]]] = {}
+        self._calls = 0
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        signature = self._signature(args, kwargs)
+        entry = self._cache.get((*signature.key, self._module_state(signature.key)))
+        if entry is None:
+            entry = self._compile(signature)
+            if not self._plan.mesh.is_simulated:
+                agree(self._plan.mesh, self._record(signature, entry))
+            self._cache.put((*signature.key, self._module_state(signature.key)), entry)
+        return self._run(entry, signature.leaves)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The program for arguments like these, without running it or communicating."""
+        return Lowered(self._compile(self._signature(args, kwargs)))
+
+    def cache_info(self) -> CacheInfo:
+        """Hits, misses, and for each miss which part of the signature was new."""
+        return self._cache.info()
+
+    # One call.
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+        if self._complete and not kwargs and len(args) <= len(self._positional):
+            names = self._positional[: len(args)]
+        else:
+            arguments = self._parameters.bind(*args, **kwargs).arguments
+            names, args = tuple(arguments), tuple(arguments.values())
+        leaves, spec = _tree.flatten(args)
+        return Signature(names, spec, leaves, (names, spec, tuple(map(_leaf_key, leaves)), _mode()))
+
+    def _run(self, entry: Entry, leaves: list[Any]) -> Any:
+        mesh = self._plan.mesh
+        inputs: list[list[Any]] = [[] for _ in mesh.local_ranks]
+        for index, (leaf, layout) in enumerate(zip(leaves, entry.layouts, strict=True)):
+            if layout is None:
+                continue
+            if isinstance(leaf, DTensor):
+                if leaf.layout is not layout or leaf.mesh is not mesh:
+                    raise self._mismatch(entry.paths[index], leaf, layout)
+                for values, local in zip(inputs, leaf._locals, strict=True):
+                    values.append(local if local.is_contiguous() else local.contiguous())
+            else:
+                for values, rank in zip(inputs, mesh.local_ranks, strict=True):
+                    values.append(local_slice(leaf.detach(), layout, rank).contiguous())
+        for (_, tensor), layout in zip(entry.program.graph.hidden, entry.program.hidden_layouts, strict=True):
+            for values, rank in zip(inputs, mesh.local_ranks, strict=True):
+                values.append(local_slice(tensor.detach(), layout, rank))
+        for index in entry.donated:
+            if isinstance(leaves[index], DTensor):
+                leaves[index].donate(f"argument {entry.paths[index]!r} of call {self._calls} of {self._name}")
+        results = entry.program(inputs)
+        outputs = [
+            DTensor([values[index] for values in results], mesh, layout)
+            if isinstance(layout, Layout)
+            else layout.value
+            for index, layout in enumerate(entry.out_layouts)
+        ]
+        return _tree.unflatten(entry.out_spec, outputs)
+
+    # A miss.
+
+    def _compile(self, signature: Signature) -> Entry:
+        plan, mesh = self._plan, self._plan.mesh
+        paths = self._paths(signature)
+        tensors = [index for index, leaf in enumerate(signature.leaves) if isinstance(leaf, torch.Tensor)]
+        layouts, marks = self._layouts(signature, paths)
+        out_spec: list[_tree.TreeSpec] = []
+
+        def flat(values: list[torch.Tensor]) -> list[Any]:
+            leaves = list(signature.leaves)
+            for index, value in zip(tensors, values, strict=True):
+                leaves[index] = value
+            args = _tree.unflatten(signature.spec, leaves)
+            result = (
+                self._fn(*args)
+                if signature.names == self._positional[: len(args)]
+                else self._apply(signature.names, args)
+            )
+            results, spec = _tree.flatten(result)
+            out_spec[:] = [spec]
+            return results
+
+        tracing = Tracing(activations=plan.activation_rules())
+        inputs = [TensorMeta.of(signature.leaves[index]) for index in tensors]
+        graph = cleanup(
+            trace(
+                flat,
+                inputs,
+                [paths[index] for index in tensors],
+                tracing,
+                [marks[index] for index in tensors],
+            )
+        )
+        self._check_activations(tracing)
+        self._guards[signature.key] = tracing.seen_modules()
+        (spec,) = out_spec
+        known = [layout for layout in layouts if layout is not None]
+        hidden = [replicated(mesh.abstract, tuple(tensor.shape)) for _, tensor in graph.hidden]
+        results = _tree.paths(_tree.unflatten(spec, range(len(graph.outputs))))
+        wishes = self._wishes(spec, results, graph, signature, layouts)
+        names = {value: paths[index] for value, index in zip(graph.inputs, tensors, strict=True)}
+        parameters = frozenset(
+            value for value, index in zip(graph.inputs, tensors, strict=True) if marks[index] is not None
+        )
+        partitioned = partition(graph, mesh.abstract, [*known, *hidden], wishes, parameters, names, results)
+        program = Program(graph, partitioned, mesh)
+        out_layouts = tuple(
+            _Static(output) if number is None else partitioned.values[number].layout
+            for output, number in zip(graph.outputs, partitioned.outputs, strict=True)
+        )
+        donated = tuple(
+            index
+            for index, path in enumerate(paths)
+            if layouts[index] is not None
+            and any(path == name or path.startswith(f"{name}.") for name in self._donate)
+        )
+        return Entry(program, tuple(layouts), spec, out_layouts, donated, tuple(paths))
+
+    def _apply(self, names: tuple[str, ...], args: Sequence[Any]) -> Any:
+        bound = inspect.BoundArguments(self._parameters, dict(zip(names, args, strict=True)))  # type: ignore[arg-type]
+        return self._fn(*bound.args, **bound.kwargs)
+
+    def _paths(self, signature: Signature) -> list[str]:
+        """Dotted paths of the leaves, the argument's name first."""
+        paths, _, _ = _tree.flatten_with_path(_tree.unflatten(signature.spec, signature.leaves))
+        named = []
+        for path in paths:
+            position, _, rest = path.partition(".")
+            named.append(signature.names[int(position)] + (f".{rest}" if rest else ""))
+        return named
+
+    def _layouts(
+        self, signature: Signature, paths: list[str]
+    ) -> tuple[list[Layout | None], list[Mark | None]]:
+        """The layout of each leaf on entry, and the marks of parameters."""
+        plan, mesh = self._plan, self._plan.mesh
+        plan.check_inputs(paths)
+        prefix = f"{plan.params_arg}."
+        own = {
+            index: path.removeprefix(prefix)
+            for index, path in enumerate(paths)
+            if (path.startswith(prefix) or path == plan.params_arg)
+            and isinstance(signature.leaves[index], torch.Tensor)
+        }
+        if plan.params and not own:
+            raise PlanError(
+                explain(
+                    f"params rules, and no tensor in an argument {plan.params_arg!r}",
+                    where=f"{self._name}({', '.join(signature.names)})",
+                    rule="`params` rules speak of the argument named by `params_arg`",
+                    remedy=f"vs.Plan(..., params_arg={signature.names[0]!r})"
+                    if signature.names
+                    else "pass the parameters as an argument",
+                )
+            )
+        resolved = plan.resolve_shapes(
+            list(own.values()), [tuple(signature.leaves[index].shape) for index in own]
+        )
+        parameters = dict(zip(own, resolved, strict=True))
+        by_path = {entry.path: entry for entry in resolved}
+        layouts: list[Layout | None] = []
+        marks: list[Mark | None] = [None] * len(paths)
+        for index, (path, leaf) in enumerate(zip(paths, signature.leaves, strict=True)):
+            if not isinstance(leaf, torch.Tensor):
+                layouts.append(None)
+                continue
+            shape = tuple(leaf.shape)
+            wanted: Layout | None = None
+            if index in parameters:
+                entry = parameters[index]
+                wanted = entry.rest
+                marks[index] = Mark(entry.path, entry.run, entry.rest)
+            elif (spec := plan.input_spec(path)) is not None:
+                wanted = Layout(mesh.abstract, spec, shape)
+            elif not isinstance(leaf, DTensor):
+                owner = _owner(path, by_path)
+                wanted = (
+                    owner.rest
+                    if owner is not None and owner.rest.shape == shape
+                    else replicated(mesh.abstract, shape)
+                )
+            if isinstance(leaf, DTensor):
+                if leaf.mesh is not mesh or (wanted is not None and leaf.layout is not wanted):
+                    raise self._mismatch(path, leaf, wanted)
+                wanted = leaf.layout
+            layouts.append(wanted)
+        return layouts, marks
+
+    def _mismatch(self, path: str, leaf: DTensor, wanted: Layout | None) -> PlanError:
+        if leaf.mesh is not self._plan.mesh:
+            return PlanError(
+                explain(
+                    f"{path} lives on {leaf.mesh}",
+                    where=self._name,
+                    rule=f"arguments live on the plan's mesh object, {self._plan.mesh}",
+                    remedy="make one mesh and use it for the plan and for the tensors",
+                )
+            )
+        assert wanted is not None
+        return PlanError(
+            explain(
+                f"{path} has the layout {leaf.layout.spec}",
+                where=self._name,
+                rule=f"the plan says {wanted.spec}",
+                remedy=f"call vs.distribute(..., plan) first, or x.redistribute(vs.{wanted.spec!r})",
+            )
+        )
+
+    def _wishes(
+        self,
+        spec: _tree.TreeSpec,
+        paths: list[str],
+        graph: Graph,
+        signature: Signature,
+        layouts: list[Layout | None],
+    ) -> list[Layout | None]:
+        """The layouts of results: those that the plan says, else those of the argument that they mirror."""
+        metas = [graph.metas[output.id] if isinstance(output, Ref) else None for output in graph.outputs]
+        wishes: list[Layout | None] = [None] * len(metas)
+        for start, layouts_there in _mirrors(
+            spec,
+            [meta and meta.shape for meta in metas],
+            signature.spec,
+            [layout and layout.shape for layout in layouts],
+            layouts,
+        ):
+            wishes[start : start + len(layouts_there)] = layouts_there
+        self._plan.check_outputs(paths)
+        for index, (path, meta) in enumerate(zip(paths, metas, strict=True)):
+            wanted = self._plan.output_spec(path)
+            if wanted is not None and meta is not None:
+                wishes[index] = Layout(self._plan.mesh.abstract, wanted, meta.shape)
+        return wishes
+
+    def _check_activations(self, tracing: Tracing) -> None:
+        unused = [
+            rule for index, rule in enumerate(self._plan.activations) if index not in tracing.used_activations
+        ]
+        if unused:
+            raise PlanError(
+                explain(
+                    f"activations rules that match nothing: {', '.join(map(repr, unused))}",
+                    where=self._name,
+                    rule="a rule fullmatches a module path + '.input' or '.output'",
+                    remedy=f"module paths seen: {', '.join(dict.fromkeys(tracing.seen)) or 'none'}",
+                )
+            )
+
+    def _module_state(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Training flags and scalar attributes of the modules that ran: part of the signature."""
+        return tuple(
+            (module.training, *[module.__dict__.get(name) for name in names])
+            for module, names in self._guards.get(key, ())
+        )
+
+    def _record(self, signature: Signature, entry: Entry) -> Record:
+        leaves = dict(zip(entry.paths, signature.leaves, strict=True))
+        shown = {
+            path: f"{type(leaf).__name__} {TensorMeta.of(leaf)} {layout.spec}"
+            if isinstance(leaf, torch.Tensor) and layout is not None
+            else f"static {leaf!r}"
+            for (path, leaf), layout in zip(leaves.items(), entry.layouts, strict=True)
+        }
+        plain = {
+            path: digest(leaf)
+            for path, leaf in leaves.items()
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
+        }
+        plain |= {
+            f"closed-over tensor {number}": digest(tensor)
+            for number, (_, tensor) in enumerate(entry.program.graph.hidden)
+        }
+        return Record(self._calls, self._name, shown, entry.program.sequence, plain)
+
+
+@dataclass(frozen=True, slots=True)
+class _Static:
+    """A result that is no tensor."""
+
+    value: Any
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, DTensor):
+        return (leaf.layout.shape, leaf.dtype) if not leaf.layout.spec.items() else (leaf.layout, leaf.dtype)
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    try:
+        hash(leaf)
+    except TypeError:
+        raise ArgumentError(
+            explain(
+                f"a static argument of type {type(leaf).__name__}: {leaf!r}",
+                rule="what is not a tensor is static, and part of the signature: it is hashable",
+                remedy="pass tensors, numbers, strings or other hashable values",
+            )
+        ) from None
+    return type(leaf), leaf
+
+
+def _mode() -> tuple[Any, ...]:
+    """The torch modes that change what a traced function means."""
+    return (
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _owner(path: str, parameters: dict[str, Any]) -> Any:
+    """The parameter whose path ends this path, at a dot."""
+    while path:
+        if path in parameters:
+            return parameters[path]
+        _, _, path = path.partition(".")
+    return None
+
+
+def _mirrors(
+    spec: _tree.TreeSpec,
+    shapes: list[Any],
+    in_spec: _tree.TreeSpec,
+    in_shapes: list[Any],
+    layouts: list[Layout | None],
+) -> list[tuple[int, list[Layout | None]]]:
+    """(start, layouts) of each subtree of the result that has the structure and shapes of an argument's."""
+    subtrees: dict[_tree.TreeSpec, list[tuple[list[Any], list[Layout | None]]]] = {}
+
+    def collect(node: _tree.TreeSpec, start: int) -> None:
+        if node.is_leaf() or node.num_leaves == 0:
+            return
+        stop = start + node.num_leaves
+        subtrees.setdefault(node, []).append((in_shapes[start:stop], layouts[start:stop]))
+        for child in node.children():
+            collect(child, start)
+            start += child.num_leaves
+
+    start = 0
+    for child in in_spec.children():
+        collect(child, start)
+        start += child.num_leaves
+    found: list[tuple[int, list[Layout | None]]] = []
+
+    def look(node: _tree.TreeSpec, start: int) -> None:
+        if node.is_leaf() or node.num_leaves == 0:
+            return
+        for there, their_layouts in subtrees.get(node, ()):
+            if there == shapes[start : start + node.num_leaves]:
+                found.append((start, their_layouts))
+                return
+        for child in node.children():
+            look(child, start)
+            start += child.num_leaves
+
+    look(spec, 0)
+    return found

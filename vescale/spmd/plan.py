@@ -1,0 +1,255 @@
+"""Plan: where parameters, inputs, outputs and activations of a one-device function live on a mesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import _tree
+from .._errors import LayoutError, PlanError, explain, near_misses
+from .layout import Layout
+from .mesh import Mesh
+from .placements import P
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """One layout for a parameter at rest (`init`) and one in use (`run`), as in ZeRO-3.
+
+    At rest are the parameter between calls, its gradient and its optimizer state; in use it is
+    inside `vs.value_and_grad`.
+
+    >>> from vescale.spmd.placements import RaggedShard
+    >>> Staged(init=P(dp=RaggedShard((0,), (3, 1))), run=P())
+    Staged(init=P(dp=RaggedShard((0,), (3, 1))), run=P())
+    """
+
+    init: P
+    run: P
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedParameter:
+    """What a plan says of one parameter: its layouts, and the rule that says so (None: no rule)."""
+
+    path: str
+    rest: Layout
+    run: Layout
+    rule: str | None
+
+
+class Resolved(tuple[ResolvedParameter, ...]):
+    """What a plan says of each parameter of a tree, in the order of its leaves; prints as a table."""
+
+    def __str__(self) -> str:
+        rows = [("parameter", "shape", "at rest", "in use", "rule")]
+        for entry in self:
+            run = "same" if entry.run is entry.rest else str(entry.run.spec)
+            rows.append((entry.path, str(entry.rest.shape), str(entry.rest.spec), run, entry.rule or "-"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+
+class Plan:
+    """Placements for a one-device function, by name.
+
+        Plan(mesh, params={regex: P or Staged}, inputs={path: P}, outputs={path: P},
+             activations={regex: P}, params_arg="params")
+
+    `params` regexes fullmatch the dotted path of a parameter inside the argument named `params_arg`;
+    the first that matches wins, a parameter that none matches is replicated. `inputs` keys are
+    argument paths, or prefixes that end at a dot: "batch" covers "batch.tokens". `outputs` keys are
+    paths in the result ("0.loss", or "" for all of it) or such prefixes. `activations` regexes fullmatch
+    a module path + ".input" or ".output" and pin floating-point tensors there.
+
+    A rule that matches nothing is a PlanError that lists near misses. Plans compose: in `a | b` the rules
+    of b come first.
+
+    >>> from vescale.spmd.mesh import make_mesh
+    >>> from vescale.spmd.placements import Shard
+    >>> mesh = make_mesh({"tp": 2}, backend="simulated")
+    >>> plan = Plan(mesh, params={r".*fc1.weight": P(tp=Shard(0))})
+    >>> import torch
+    >>> print(plan.resolve({"mlp.fc1.weight": torch.ones(4, 2), "mlp.fc2.bias": torch.ones(2)}))
+    parameter       shape   at rest         in use  rule
+    mlp.fc1.weight  (4, 2)  P(tp=Shard(0))  same    .*fc1.weight
+    mlp.fc2.bias    (2,)    P()             same    -
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        params: Mapping[str, P | Staged] | None = None,
+        inputs: Mapping[str, P] | None = None,
+        outputs: Mapping[str, P] | None = None,
+        activations: Mapping[str, P] | None = None,
+        *,
+        params_arg: str = "params",
+    ) -> None:
+        self.mesh, self.params_arg = mesh, params_arg
+        self.params = dict(params or {})
+        self.inputs, self.outputs = dict(inputs or {}), dict(outputs or {})
+        self.activations = dict(activations or {})
+        self._check()
+
+    def __or__(self, other: Plan) -> Plan:
+        if other.mesh is not self.mesh:
+            raise PlanError(
+                explain(
+                    f"plans on {self.mesh} and {other.mesh}",
+                    where="plan | plan",
+                    rule="plans compose on one mesh",
+                    remedy="make both with the same mesh object",
+                )
+            )
+        return Plan(
+            self.mesh,
+            {
+                **other.params,
+                **{rule: spec for rule, spec in self.params.items() if rule not in other.params},
+            },
+            {**self.inputs, **other.inputs},
+            {**self.outputs, **other.outputs},
+            {
+                **other.activations,
+                **{rule: spec for rule, spec in self.activations.items() if rule not in other.activations},
+            },
+            params_arg=other.params_arg,
+        )
+
+    def resolve(self, tree: Any) -> Resolved:
+        """What the plan says of each parameter of `tree`, as a table.
+
+        Raises PlanError for rules that match nothing and for placements that a parameter can't have,
+        all of them at once.
+        """
+        paths, leaves, _ = _tree.flatten_with_path(tree)
+        return self.resolve_shapes(paths, [tuple(leaf.shape) for leaf in leaves])
+
+    def resolve_shapes(self, paths: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Resolved:
+        """`resolve` for parameters by path and shape."""
+        unmatched, problems, resolved = dict(self.params), [], []
+        for path, shape in zip(paths, shapes, strict=True):
+            matches = [rule for rule in self.params if re.fullmatch(rule, path)]
+            for rule in matches:
+                unmatched.pop(rule, None)
+            entry = self.params[matches[0]] if matches else P()
+            rest, run = (entry.init, entry.run) if isinstance(entry, Staged) else (entry, entry)
+            try:
+                made = ResolvedParameter(
+                    path,
+                    Layout(self.mesh.abstract, rest, shape),
+                    Layout(self.mesh.abstract, run, shape),
+                    matches[0] if matches else None,
+                )
+                resolved.append(made)
+            except LayoutError as error:
+                problems.append(f"{path} of shape {shape}: {error}")
+        if unmatched:
+            listed = "; ".join(
+                f"{rule!r} (near: {', '.join(near_misses(_plain(rule), paths)) or 'nothing'})"
+                for rule in unmatched
+            )
+            raise PlanError(
+                explain(
+                    f"params rules that match no parameter: {listed}",
+                    where=f"argument {self.params_arg!r}, {len(paths)} parameters",
+                    rule="a rule is a regex that fullmatches the dotted path of at least one parameter",
+                    remedy="mend the regex, or drop the rule",
+                )
+            )
+        if problems:
+            raise PlanError("\n".join(["these parameters can't be placed as the plan says:", *problems]))
+        return Resolved(resolved)
+
+    def input_spec(self, path: str) -> P | None:
+        """The placements of an argument path: those of its longest prefix among `inputs`."""
+        return _longest_prefix(self.inputs, path)
+
+    def output_spec(self, path: str) -> P | None:
+        """The placements of a result path: those of its longest prefix among `outputs`."""
+        return _longest_prefix(self.outputs, path)
+
+    def check_inputs(self, paths: Sequence[str]) -> None:
+        """Raises PlanError for `inputs` that are a prefix of no argument path."""
+        _check_prefixes(self.inputs, paths, "inputs")
+
+    def check_outputs(self, paths: Sequence[str]) -> None:
+        """Raises PlanError for `outputs` that are a prefix of no result path."""
+        _check_prefixes(self.outputs, paths, "outputs")
+
+    def activation_rules(self) -> list[tuple[re.Pattern[str], P]]:
+        return [(re.compile(rule), spec) for rule, spec in self.activations.items()]
+
+    def _check(self) -> None:
+        for kind, rules in (
+            ("params", self.params),
+            ("inputs", self.inputs),
+            ("outputs", self.outputs),
+            ("activations", self.activations),
+        ):
+            for rule, spec in rules.items():
+                where = f"Plan {kind}[{rule!r}]"
+                specs = (spec.init, spec.run) if kind == "params" and isinstance(spec, Staged) else (spec,)
+                for one in specs:
+                    if not isinstance(one, P):
+                        raise PlanError(
+                            explain(
+                                repr(one),
+                                where=where,
+                                rule="a value is a P of placements by axis name"
+                                + (", or a Staged of two" if kind == "params" else ""),
+                                remedy="for example vs.P(tp=vs.Shard(0))",
+                            )
+                        )
+                    for axis in one:
+                        self.mesh.abstract.check_axis(axis, where=where)
+                if kind in ("params", "activations"):
+                    try:
+                        re.compile(rule)
+                    except re.error as error:
+                        raise PlanError(
+                            explain(
+                                f"{rule!r}: {error}",
+                                where=where,
+                                rule="keys are regular expressions",
+                                remedy="escape dots and brackets, as in r'blocks\\.0\\..*'",
+                            )
+                        ) from None
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{name}={getattr(self, name)!r}"
+            for name in ("params", "inputs", "outputs", "activations")
+            if getattr(self, name)
+        ]
+        return f"Plan({', '.join([repr(self.mesh), *parts])})"
+
+
+def _longest_prefix(rules: Mapping[str, P], path: str) -> P | None:
+    matching = [key for key in rules if key in ("", path) or path.startswith(f"{key}.")]
+    return rules[max(matching, key=len)] if matching else None
+
+
+def _check_prefixes(rules: Mapping[str, P], paths: Sequence[str], kind: str) -> None:
+    for key in rules:
+        if key and not any(path == key or path.startswith(f"{key}.") for path in paths):
+            near = ", ".join(near_misses(key, paths)) or "nothing"
+            shown = ", ".join(list(paths)[:8]) + (", ..." if len(paths) > 8 else "")
+            raise PlanError(
+                explain(
+                    f"{kind} key {key!r} that matches nothing",
+                    rule=f"a key of {kind} is a path, or a prefix of one that ends at a dot",
+                    remedy=f"near: {near}; there are {shown}",
+                )
+            )
+
+
+def _plain(rule: str) -> str:
+    """The regex without its punctuation, to look for near misses."""
+    return re.sub(r"\\d\+|\.\*|[\\^$()?+*\[\]]", "", rule)

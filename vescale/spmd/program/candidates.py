@@ -1,0 +1,230 @@
+"""Candidates: what a node may do over one mesh axis, and what that asks of its operands.
+
+A candidate answers two questions, both in terms of the node's pattern: in which state must an operand be
+over the axis, and in which state is a result then. A state is a `Digit`, a `Partial`, a `RaggedShard`, or
+None for Replicate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..layout import AbstractMesh, Digit, Layout
+from ..placements import Partial, Placement, RaggedShard, Replicate, Shard
+from ..rules.notation import Dims, Pattern
+
+State = Digit | Partial | Placement | None
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """The state of a draw or a constant that is not made yet: it is made in the state that is asked for."""
+
+
+ANY = Deferred()
+
+SMALL = 1024  # bytes: a whole value this small may become Partial
+REFUSED = 1e15  # more bytes than any tensor has: a refused move is taken only when every candidate is
+
+
+class Impossible(Exception):
+    """The candidate can't be taken by this node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Run on whole values."""
+
+    def operand(self, pattern: Pattern, index: int) -> State:
+        return None
+
+    def result(self, pattern: Pattern, place: int) -> State:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """Shard one factor: operands and results that have it are sharded; other results are Partial."""
+
+    name: str
+
+    def operand(self, pattern: Pattern, index: int) -> State:
+        return digit_of(self.name, pattern.operands[index], pattern)
+
+    def result(self, pattern: Pattern, place: int) -> State:
+        return digit_of(self.name, pattern.results[place], pattern) or Partial(pattern.reduction)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Let a Partial through the `group` of operands in which the op is linear."""
+
+    partial: Partial
+    group: frozenset[int]
+
+    def operand(self, pattern: Pattern, index: int) -> State:
+        return self.partial if index in self.group else None
+
+    def result(self, pattern: Pattern, place: int) -> State:
+        return self.partial
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Let a ragged cut through an elementwise op; operands of one element are whole."""
+
+    ragged: RaggedShard
+
+    def operand(self, pattern: Pattern, index: int) -> State:
+        dims = pattern.operands[index]
+        if not any(dims):
+            return None
+        if len(dims) != len(pattern.results[0]) or not all(dims):
+            raise Impossible("a broadcast operand has other elements than the result")
+        return self.ragged
+
+    def result(self, pattern: Pattern, place: int) -> State:
+        return self.ragged
+
+
+Candidate = Whole | Factor | Pass | Cut
+
+
+def candidates(
+    pattern: Pattern, size: int, states: Sequence[Iterable[State | Deferred]], taken: frozenset[str]
+) -> Iterator[Candidate]:
+    """Every candidate over an axis of `size` ranks for operands found in `states`.
+
+    `taken` are the factors that other axes shard already. A factor that only results, or operands that
+    are not made yet, have is never proposed.
+    """
+    yield Whole()
+    had = {
+        name
+        for dims, found in zip(pattern.operands, states, strict=True)
+        if ANY not in found
+        for dim in dims
+        for name in dim
+    }
+    for name, length in pattern.sizes.items():
+        if (
+            name in had
+            and name not in taken
+            and name not in pattern.whole
+            and (length % size == 0 or alone(name, pattern))
+        ):
+            yield Factor(name)
+    for state in {state for found in states for state in found}:
+        if isinstance(state, Partial) and state.op in ("sum", "avg"):
+            for group in pattern.linear:
+                yield Pass(state, group)
+        elif isinstance(state, RaggedShard) and pattern.ragged:
+            yield Cut(state)
+
+
+def digit_of(factor: str, dims: Dims, pattern: Pattern) -> Digit | None:
+    """Where the factor stands in the dims of a tensor; None when it doesn't."""
+    for index, dim in enumerate(dims):
+        if factor in dim:
+            return Digit(index, math.prod(pattern.sizes[name] for name in dim[: dim.index(factor)]))
+    return None
+
+
+def alone(factor: str, pattern: Pattern) -> bool:
+    """Whether the factor is a dim of its own wherever it stands: then it may be sharded unevenly."""
+    return all(
+        dim == (factor,) for dims in (*pattern.operands, *pattern.results) for dim in dims if factor in dim
+    )
+
+
+def state_of(layout: Layout, axis: str) -> State:
+    """What the axis does to a value in this layout."""
+    digit = layout.digits.get(axis)
+    if digit is not None:
+        return digit
+    placement = layout.spec[axis]
+    if isinstance(placement, Replicate):
+        return None
+    if (
+        isinstance(placement, Shard)
+        and sum(getattr(other, "dim", None) == placement.dim for _, other in layout.spec.items()) == 1
+    ):
+        return Digit(placement.dim)  # uneven, but the only split of its dim
+    return placement
+
+
+def refine(pattern: Pattern, index: int, layout: Layout) -> Pattern:
+    """The pattern with factors cut where the digits of operand `index` start.
+
+    A dim (b t) with t sharded has the digit b values in; a dim that two axes shard has the second digit
+    inside the first's factor, which then becomes two.
+    """
+    for digit in sorted(layout.digits.values(), key=lambda digit: digit.outer):
+        outer = 1
+        for name in pattern.operands[index][digit.dim]:
+            size = pattern.sizes[name]
+            if outer < digit.outer < outer * size:
+                if digit.outer % outer == 0 and size % (digit.outer // outer) == 0:
+                    pattern = pattern.split(name, digit.outer // outer)
+                break
+            outer *= size
+    return pattern
+
+
+def carry(
+    pattern: Pattern, mesh: AbstractMesh, layout: Layout, place: int, shape: Sequence[int]
+) -> Layout | None:
+    """The layout of result `place` of a view of a tensor in `layout`; None when that must move first."""
+    pattern = refine(pattern, 0, layout)
+    placed: dict[str, State] = {}
+    for axis, _ in layout.spec.items():
+        state, size = state_of(layout, axis), mesh.axis_size(axis)
+        fitting = [
+            candidate
+            for candidate in candidates(pattern, size, [[state]], frozenset())
+            if _fits(candidate, pattern, state)
+        ]
+        if not fitting:
+            return None
+        placed[axis] = fitting[0].result(pattern, place)
+        if isinstance(placed[axis], Partial) and not isinstance(state, Partial):
+            return None
+    return layout_from(mesh, shape, placed)
+
+
+def _fits(candidate: Candidate, pattern: Pattern, state: State) -> bool:
+    try:
+        return candidate.operand(pattern, 0) == state
+    except Impossible:
+        return False
+
+
+def layout_from(mesh: AbstractMesh, shape: Sequence[int], states: dict[str, State]) -> Layout:
+    """The layout with these states by axis."""
+    return Layout.of(mesh, tuple(shape), {axis: state for axis, state in states.items() if state is not None})  # type: ignore[misc]
+
+
+def charge(state: State | Deferred, need: State, nbytes: float, size: int, pinned: bool) -> tuple[float, int]:
+    """(bytes, moves) to bring a value of `nbytes` over an axis of `size` ranks from one state to another.
+
+    Slicing a whole value and scattering a Partial are charged as if the value were gathered back: the
+    next op would have to. A `pinned` value, a parameter, is not gathered.
+    """
+    if state == need or (state is ANY and not isinstance(need, Partial)):
+        return 0.0, 0
+    gather = nbytes * (size - 1) / size
+    if isinstance(need, RaggedShard) and not pinned:
+        # Only an operand at rest brings a ragged cut here, and what meets it is then at rest too.
+        return (0.0 if state is None else gather), 1
+    if state is None:
+        if isinstance(need, Digit):
+            return gather, 2
+        return (0.0 if isinstance(need, Partial) and nbytes <= SMALL else REFUSED + nbytes), 1
+    if state is ANY or isinstance(need, Partial):
+        return REFUSED + nbytes, 1
+    if isinstance(state, Partial):
+        return 2 * gather, 1 if need is None else 2
+    cost = gather / size if isinstance(need, Digit) and isinstance(state, Digit) else gather
+    return (REFUSED if pinned else 0.0) + cost, 1

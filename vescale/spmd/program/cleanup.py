@@ -1,0 +1,110 @@
+"""Cleanup: the traced graph without what computes nothing. `Graph -> Graph`.
+
+Autograd takes views of views (the transpose of a transposed weight), aliases and repeated transposes;
+each would be a call at run time, and none moves data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from .ir import Graph, Node, Ref, map_args, refs_of
+
+aten = torch.ops.aten
+
+IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+
+
+def cleanup(graph: Graph) -> Graph:
+    """Drop aliases, undo transposes of transposes, share equal views, drop what nobody reads."""
+    return drop_dead(join_cross_entropy(share_views(graph)))
+
+
+def share_views(graph: Graph) -> Graph:
+    """One node for each distinct transpose or reshape of a value in a region; none for aliases."""
+    same: dict[int, int] = {}  # value -> the value that it equals
+    made: dict[tuple, int] = {}
+    transposed: dict[int, int] = {}
+    nodes: list[Node] = []
+
+    def resolve(ref: Ref) -> Ref:
+        return Ref(same.get(ref.id, ref.id))
+
+    for node in graph.nodes:
+        node = replace(
+            node,
+            args=map_args(node.args, resolve),
+            kwargs={name: map_args(value, resolve) for name, value in node.kwargs.items()},
+        )
+        if node.op in IDENTITIES:
+            same[_out(node)] = node.args[0].id
+            continue
+        if node.op in (aten.t.default, aten.transpose.int, aten.view.default, aten._unsafe_view.default):
+            source = node.args[0].id
+            if node.op is aten.t.default and source in transposed:
+                same[_out(node)] = transposed[source]
+                continue
+            if (
+                node.op in (aten.view.default, aten._unsafe_view.default)
+                and graph.metas[source].shape == graph.metas[_out(node)].shape
+            ):
+                same[_out(node)] = source
+                continue
+            key = (node.op, node.args)
+            if key in made:
+                same[_out(node)] = made[key]
+                continue
+            made[key] = _out(node)
+            if node.op is aten.t.default:
+                transposed[_out(node)] = source
+        nodes.append(node)
+    return replace(
+        graph, nodes=tuple(nodes), outputs=tuple(map_args(output, resolve) for output in graph.outputs)
+    )
+
+
+def join_cross_entropy(graph: Graph) -> Graph:
+    """nll_loss_backward into log_softmax's backward, over the last dim: one node, see rules/softmax."""
+    uses = Counter(value for node in graph.nodes for value in node.refs()) + Counter(refs_of(graph.outputs))
+    made = {out: node for node in graph.nodes for out in node.outs if out is not None}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        inner = made.get(node.args[0].id) if node.op is aten._log_softmax_backward_data.default else None
+        if inner is not None and inner.op is aten.nll_loss_backward.default and uses[_out(inner)] == 1:
+            gradient, log_probs, target, weight, reduction, ignore_index, total_weight = inner.args
+            shape = graph.metas[log_probs.id].shape
+            same = (
+                node.args[1] == log_probs
+                and node.args[2] % len(shape) == len(shape) - 1
+                and node.args[3] == graph.metas[log_probs.id].dtype
+            )
+            if same and weight is None and len(shape) == 2 and reduction in (1, 2):
+                joined = torch.ops.vescale.cross_entropy_backward.default
+                node = replace(
+                    node,
+                    op=joined,
+                    args=(gradient, log_probs, target, reduction, ignore_index, total_weight),
+                    kwargs={},
+                )
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def drop_dead(graph: Graph) -> Graph:
+    """Without nodes whose results nobody reads. Random draws are pure here: keyed, without a state."""
+    needed = set(refs_of(graph.outputs))
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if any(out in needed for out in node.outs):
+            kept.append(node)
+            needed.update(node.refs())
+    return replace(graph, nodes=tuple(reversed(kept)))
+
+
+def _out(node: Node) -> int:
+    (out,) = node.outs
+    assert out is not None
+    return out

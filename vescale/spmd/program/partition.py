@@ -1,0 +1,557 @@
+"""Partition: decide, for every node, how it is sharded and what has to move first.
+
+One walk over the graph. For each node and mesh axis the candidates are: shard one factor, let a Partial or
+a ragged cut pass, or run whole; the one that moves the fewest bytes wins. **A value stays where it is
+unless a constraint, an output or an op's need moves it.** What keeps plain greed from ruining the program:
+
+* slicing a whole value, or scattering a Partial, is charged as if it were gathered back, unless a
+  constraint asks for that shard;
+* a layout in which a value was already materialised, also through views, costs nothing;
+* ties go to the fewest moves, the fewest Partials, the least memory;
+* a Partial with several users is reduced where it is made;
+* a whole value becomes Partial only under 1 KB; parameters move only as the plan says;
+* draws and constants, and what elementwise ops make of them alone, are deferred until somebody needs them,
+  and are then made in the layout that is needed: a rank makes its own elements only.
+
+Nothing here depends on a rank: a mesh of 10,240 costs what a mesh of 8 costs. The result is frozen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..._errors import ShardingError, explain
+from ..layout import AbstractMesh, Layout, replicated
+from ..placements import P, Partial, RaggedShard
+from ..redistribute_plan import Step, plan
+from ..rules.notation import Dims, Pattern, find_rule, is_source
+from .candidates import (
+    ANY,
+    Candidate,
+    Deferred,
+    Factor,
+    Impossible,
+    State,
+    candidates,
+    carry,
+    charge,
+    digit_of,
+    layout_from,
+    refine,
+    state_of,
+)
+from .ir import Graph, Node, Origin, Ref, TensorMeta, map_args, refs_of
+from .trace import trace
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run a node on local values; `results` has None where a result is unused or no tensor."""
+
+    node: Node
+    pattern: Pattern
+    operands: tuple[int, ...]
+    results: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Apply one redistribution step to a local value."""
+
+    step: Step
+    source: int
+    target: int
+    cause: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class LocalValue:
+    """One layout of a global value."""
+
+    meta: TensorMeta
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioned:
+    """The decisions, the same for every rank. Numbers in it are those of `values`."""
+
+    mesh: AbstractMesh
+    inputs: tuple[int, ...]
+    steps: tuple[Compute | Move, ...]
+    outputs: tuple[int | None, ...]  # None for a static result
+    values: tuple[LocalValue, ...]
+    unruled: tuple[Node, ...]  # nodes without a rule: they run whole on every rank
+
+
+def partition(
+    graph: Graph,
+    mesh: AbstractMesh,
+    inputs: Sequence[Layout],
+    outputs: Sequence[Layout | None],
+    parameters: frozenset[int] = frozenset(),
+    names: Mapping[int, str] | None = None,
+    results: Sequence[str] = (),
+) -> Partitioned:
+    """Decide the layouts of a graph.
+
+    `inputs` are the layouts of the graph's inputs (closed-over tensors last), `outputs` the wishes for
+    its outputs (None: where the value is, Partials reduced). `parameters` are input values that stay
+    put; `names` name input values, and `results` the outputs, in causes.
+    """
+    walk = _Walk(graph, mesh, parameters, names or {}, results)
+    return walk.run(inputs, outputs)
+
+
+def without_partials(layout: Layout) -> Layout:
+    """The layout with every pending reduction done."""
+    if not layout.partials:
+        return layout
+    return Layout(
+        layout.mesh,
+        P.of(
+            (axis, placement) for axis, placement in layout.spec.items() if not isinstance(placement, Partial)
+        ),
+        layout.shape,
+    )
+
+
+class _Walk:
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: AbstractMesh,
+        parameters: frozenset[int],
+        names: Mapping[int, str],
+        results: Sequence[str],
+    ) -> None:
+        self.graph, self.mesh, self.names, self.results = graph, mesh, dict(names), results
+        self.axes = [axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1]
+        self.metas = list(graph.metas)
+        self.pinned = set(parameters)
+        self.uses = Counter(value for node in graph.nodes for value in _read(node)) + Counter(
+            refs_of(graph.outputs)
+        )
+        self.values: list[LocalValue] = []
+        self.steps: list[Compute | Move] = []
+        self.unruled: list[Node] = []
+        self.makers: dict[int, Node] = {}
+        self.made: dict[
+            int, dict[Layout, int]
+        ] = {}  # global value -> its materialised layouts, its home first
+        self.deferred: dict[int, tuple[Node, Pattern]] = {}  # values to make when somebody needs them
+        self.views: dict[
+            int, tuple[Node, Pattern, int]
+        ] = {}  # global value -> the view that it is, and which result
+
+    def run(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> Partitioned:
+        values = (*self.graph.inputs, *(value for value, _ in self.graph.hidden))
+        numbers = [self.define(value, layout) for value, layout in zip(values, inputs, strict=True)]
+        for node in self.graph.nodes:
+            self.visit(node)
+        results: list[int | None] = []
+        for place, (output, wish) in enumerate(zip(self.graph.outputs, outputs, strict=True)):
+            if isinstance(output, Ref):
+                target = wish or self.settled(output.id)
+                cause = f"result {self.results[place] if self.results else place}"
+                maker = self.makers.get(self.through_views(output.id))
+                results.append(self.obtain(output.id, target, cause, maker.origin if maker else Origin()))
+            else:
+                results.append(None)
+        return Partitioned(
+            self.mesh,
+            tuple(numbers),
+            _live(self.steps, results),
+            tuple(results),
+            tuple(self.values),
+            tuple(self.unruled),
+        )
+
+    # Global values and the layouts in which they exist.
+
+    def define(self, value: int, layout: Layout) -> int:
+        number = self.new(value, layout)
+        self.made[value] = {layout: number}
+        return number
+
+    def new(self, value: int, layout: Layout) -> int:
+        self.values.append(LocalValue(self.metas[value], layout))
+        return len(self.values) - 1
+
+    def home(self, value: int) -> Layout:
+        return next(iter(self.made[value]))
+
+    def settled(self, value: int) -> Layout:
+        """Where the value is, with pending reductions done."""
+        return (
+            without_partials(self.home(value))
+            if self.made[value]
+            else replicated(self.mesh, self.metas[value].shape)
+        )
+
+    def available(self, value: int) -> dict[Layout, Layout | None]:
+        """Layouts that cost nothing: those made, and views (with what of) of those of the value viewed."""
+        layouts: dict[Layout, Layout | None] = dict.fromkeys(self.made[value])
+        if value in self.views:
+            node, pattern, place = self.views[value]
+            for source in self.available(next(node.refs())):
+                carried = carry(pattern, self.mesh, source, place, self.metas[value].shape)
+                if carried is not None:
+                    layouts.setdefault(carried, source)
+        return layouts
+
+    def obtain(self, value: int, target: Layout, cause: str, origin: Origin) -> int:
+        """The number of `value` in the layout `target`, moved there if need be."""
+        made = self.made[value]
+        if target in made:
+            return made[target]
+        if value in self.deferred:
+            return self.make(value, target, cause, origin)
+        available = self.available(value)
+        source = available.get(target)
+        if source is not None:
+            return self.view_again(value, source, target, cause, origin)
+        itemsize = self.metas[value].dtype.itemsize
+        routes = [(layout, plan(layout, target)) for layout in available]
+        start, steps = min(
+            routes, key=lambda route: (sum(step.bytes_moved(0, itemsize) for step in route[1]), len(route[1]))
+        )
+        return self.move(value, self.obtain(value, start, cause, origin), steps, cause, origin)
+
+    def move(self, value: int, number: int, steps: Sequence[Step], cause: str, origin: Origin) -> int:
+        made = self.made[value]
+        for step in steps:
+            if step.dst not in made:
+                made[step.dst] = self.new(value, step.dst)
+                self.steps.append(Move(step, number, made[step.dst], cause, origin))
+            number = made[step.dst]
+        return number
+
+    def make(self, value: int, target: Layout, cause: str, origin: Origin) -> int:
+        """Make a deferred value in the layout in which it is needed."""
+        node, pattern = self.deferred[value]
+        broadcast = (
+            any(any(dims) and not all(dims) for dims in pattern.operands) and target.ragged is not None
+        )
+        if target.partials or broadcast:  # no operand has these elements: make it whole, and cut
+            whole = self.make(value, replicated(self.mesh, self.metas[value].shape), cause, origin)
+            return self.move(value, whole, plan(self.values[whole].layout, target), cause, origin)
+        asked = refine(replace(pattern, operands=pattern.results, results=pattern.operands), 0, target)
+        numbers = []
+        for index, operand in enumerate(_read(node)):
+            # The key of a draw is whole; what an elementwise op reads is cut like its result.
+            states = (
+                {}
+                if is_source(node.op)
+                else {
+                    axis: _deferred_state(asked, state_of(target, axis), index)
+                    for axis, _ in target.spec.items()
+                }
+            )
+            numbers.append(
+                self.obtain(operand, layout_from(self.mesh, self.metas[operand].shape, states), cause, origin)
+            )
+        number = self.made[value][target] = self.new(value, target)
+        self.steps.append(Compute(node, pattern, tuple(numbers), (number,)))
+        return number
+
+    def view_again(self, value: int, source: Layout, target: Layout, cause: str, origin: Origin) -> int:
+        """Take the view that `value` is of its source's other layout."""
+        node, pattern, _ = self.views[value]
+        operand = self.obtain(next(node.refs()), source, cause, origin)
+        results: list[int | None] = []
+        for place, out in enumerate(node.outs):
+            layout = None if out is None else carry(pattern, self.mesh, source, place, self.metas[out].shape)
+            if out is None or layout is None:
+                results.append(None)
+                continue
+            # The results of a split are made together; those made before stay what they are.
+            results.append(self.new(out, layout))
+            self.made.setdefault(out, {}).setdefault(layout, results[-1])  # type: ignore[arg-type]
+        self.steps.append(Compute(node, pattern, (operand,), tuple(results)))
+        return self.made[value][target]
+
+    # One node.
+
+    def visit(self, node: Node) -> None:
+        if node.op.name() == "vescale::constrain":
+            self.constrain(node)
+            return
+        operands = list(node.refs())
+        pattern = self.pattern(node, operands)
+        if self.defers(node, pattern):
+            (out,) = node.outs
+            assert out is not None
+            self.deferred[out], self.made[out] = (node, pattern), {}
+            return
+        chosen = self.choose(node, pattern, operands)
+        for candidate in chosen.values():
+            if isinstance(candidate, Factor) and candidate.name in pattern.expand:
+                self.expand(node, operands, pattern.expand[candidate.name])
+                return
+        numbers = []
+        for index, value in enumerate(operands):
+            target = layout_from(
+                self.mesh,
+                self.metas[value].shape,
+                {axis: candidate.operand(pattern, index) for axis, candidate in chosen.items()},
+            )
+            numbers.append(self.obtain(value, target, self.cause(value, node), self.origin(value, node)))
+        results: list[int | None] = []
+        tensors = 0
+        for place, out in enumerate(node.outs):
+            if out is None:
+                results.append(None)
+                continue
+            results.append(
+                self.define(
+                    out,
+                    layout_from(
+                        self.mesh,
+                        self.metas[out].shape,
+                        {axis: candidate.result(pattern, tensors) for axis, candidate in chosen.items()},
+                    ),
+                )
+            )
+            if pattern.view:
+                self.views[out] = (node, pattern, place)
+                if operands[0] in self.pinned:
+                    self.pinned.add(out)
+            tensors += 1
+            self.makers[out] = node
+        self.steps.append(Compute(node, pattern, tuple(numbers), tuple(results)))
+        for out in node.outs:
+            if out is not None and self.uses[out] > 1 and self.home(out).partials:
+                self.reduce_at_source(node, out)
+
+    def cause(self, value: int, user: Node) -> str:
+        """Why a value moves: its name or maker, and who needs it so."""
+        seen = self.through_views(value)
+        maker = self.makers.get(seen)
+        unruled = "" if find_rule(user.op) else ", which has no rule and runs whole"
+        return f"{self.names.get(seen) or (maker.op if maker else 'value')} for {user.op}{unruled}"
+
+    def origin(self, value: int, user: Node) -> Origin:
+        """A pending reduction belongs to the op that left it, any other move to the op that asks for it."""
+        maker = self.makers.get(self.through_views(value))
+        return (
+            maker.origin
+            if maker is not None and self.made[value] and self.home(value).partials
+            else user.origin
+        )
+
+    def through_views(self, value: int) -> int:
+        """The value of which this one is a view."""
+        while value in self.views:
+            value = next(self.views[value][0].refs())
+        return value
+
+    def defers(self, node: Node, pattern: Pattern) -> bool:
+        if is_source(node.op):
+            return True
+        refs = list(node.refs())
+        return (
+            pattern.ragged
+            and len(node.outs) == 1
+            and bool(refs)
+            and all(value in self.deferred for value in refs)
+        )
+
+    def pattern(self, node: Node, operands: list[int]) -> Pattern:
+        """The node's pattern, its factors cut where the digits of its operands start."""
+        rule = find_rule(node.op)
+        if rule is None:
+            if torch.Tag.nondeterministic_seeded in node.op.tags:
+                raise ShardingError(
+                    explain(
+                        f"{node.op}, a random op of torch",
+                        where=node.origin,
+                        rule="torch's own random ops are not sharded yet",
+                        remedy="draw with a key: vs.rng.normal(key, shape), vs.rng.uniform(key, shape)",
+                    )
+                )
+            self.unruled.append(node)
+            return whole_pattern(node, self.metas)
+        pattern = rule(node, self.metas)
+        for index, value in enumerate(operands):
+            for layout in self.available(value):
+                pattern = refine(pattern, index, layout)
+        return pattern
+
+    def reduce_at_source(self, node: Node, value: int) -> None:
+        """Each user would otherwise reduce on its own, or drag the Partial along."""
+        layout = without_partials(self.home(value))
+        number = self.obtain(value, layout, f"result of {node.op}", node.origin)
+        self.made[value] = {layout: number}
+        self.views.pop(value, None)
+
+    def constrain(self, node: Node) -> None:
+        source, index = node.args
+        (out,) = node.outs
+        assert out is not None
+        pin = self.graph.constraints[index]
+        target = (
+            pin.spec if isinstance(pin.spec, Layout) else Layout(self.mesh, pin.spec, self.metas[out].shape)
+        )
+        self.made[out] = {
+            target: self.obtain(
+                source.id, target, pin.cause or self.names.get(source.id, "constraint"), node.origin
+            )
+        }
+        if source.id in self.makers:
+            self.makers[out] = self.makers[source.id]
+        if source.id in self.names:
+            self.names[out] = self.names[source.id]
+        if source.id in self.pinned:
+            self.pinned.add(out)
+
+    def expand(self, node: Node, operands: list[int], replacement: Callable[..., Any]) -> None:
+        """Walk the graph of `replacement(*the node's arguments)` in the place of the node."""
+
+        def run(tensors: list[Any]) -> list[Any]:
+            taken = iter(tensors)
+            fill: Callable[[Ref], Any] = lambda ref: next(taken)  # noqa: E731
+            args = map_args(node.args, fill)
+            result = replacement(
+                *args, **{name: map_args(value, fill) for name, value in node.kwargs.items()}
+            )
+            return list(result) if isinstance(result, tuple) else [result]
+
+        inner = trace(run, [self.metas[value] for value in operands], [""] * len(operands))
+        numbers = dict(zip(inner.inputs, operands, strict=True))
+        numbers |= {
+            output.id: out for output, out in zip(inner.outputs, node.outs, strict=True) if out is not None
+        }
+        for value, meta in enumerate(inner.metas):
+            if value not in numbers:
+                numbers[value] = len(self.metas)
+                self.metas.append(meta)
+        rename: Callable[[Ref], Any] = lambda ref: Ref(numbers[ref.id])  # noqa: E731
+        nodes = [
+            replace(
+                part,
+                args=map_args(part.args, rename),
+                kwargs={name: map_args(value, rename) for name, value in part.kwargs.items()},
+                outs=tuple(None if out is None else numbers[out] for out in part.outs),
+                origin=node.origin,
+            )
+            for part in inner.nodes
+        ]
+        self.uses.subtract(operands)
+        self.uses.update(value for part in nodes for value in part.refs())
+        for part in nodes:
+            self.visit(part)
+
+    # The choice.
+
+    def choose(self, node: Node, pattern: Pattern, operands: list[int]) -> dict[str, Candidate]:
+        """The cheapest candidate of each axis."""
+        chosen: dict[str, Candidate] = {}
+        layouts = [list(self.available(value)) for value in operands]
+        for axis in self.axes:
+            taken = frozenset(
+                candidate.name for candidate in chosen.values() if isinstance(candidate, Factor)
+            )
+            states: list[list[tuple[State | Deferred, float]]] = [
+                [(state_of(layout, axis), self.share(value, layout, axis)) for layout in found]
+                for value, found in zip(operands, layouts, strict=True)
+            ]
+            for value, found in zip(operands, states, strict=True):
+                if value in self.deferred:
+                    found.append((ANY, self.metas[value].nbytes))
+            possible = candidates(
+                pattern, self.mesh.axis_size(axis), [[state for state, _ in found] for found in states], taken
+            )
+            scored = [
+                (score, candidate)
+                for candidate in possible
+                if (score := self.score(axis, candidate, pattern, operands, states, node)) is not None
+            ]
+            chosen[axis] = min(scored, key=lambda entry: entry[0])[1]
+        return chosen
+
+    def score(
+        self,
+        axis: str,
+        candidate: Candidate,
+        pattern: Pattern,
+        operands: list[int],
+        states: list[list[tuple[State | Deferred, float]]],
+        node: Node,
+    ) -> tuple[float, int, int, int] | None:
+        """(bytes moved, moves, Partials made, bytes of the results); None when the node can't do that."""
+        size = self.mesh.axis_size(axis)
+        cost, moves = 0.0, 0
+        try:
+            for index, value in enumerate(operands):
+                need = candidate.operand(pattern, index)
+                extra, moved = min(
+                    charge(state, need, nbytes, size, value in self.pinned) for state, nbytes in states[index]
+                )
+                cost, moves = cost + extra, moves + moved
+        except Impossible:
+            return None
+        partials = memory = 0
+        for place, out in enumerate(out for out in node.outs if out is not None):
+            result = candidate.result(pattern, place)
+            partials += isinstance(result, Partial)
+            memory += self.metas[out].nbytes // (1 if result is None or isinstance(result, Partial) else size)
+        return cost, moves, partials, memory
+
+    def share(self, value: int, layout: Layout, axis: str) -> float:
+        """Bytes that a rank would hold with the value whole over `axis`."""
+        others = (
+            self.mesh.axis_size(other)
+            for other, placement in layout.spec.items()
+            if other != axis and not isinstance(placement, Partial)
+        )
+        return self.metas[value].nbytes / math.prod(others)
+
+
+def _live(steps: Sequence[Compute | Move], outputs: Sequence[int | None]) -> tuple[Compute | Move, ...]:
+    """The steps that an output depends on: views may have been taken in layouts that nobody used."""
+    needed = {number for number in outputs if number is not None}
+    kept: list[Compute | Move] = []
+    for step in reversed(steps):
+        targets = [step.target] if isinstance(step, Move) else step.results
+        if any(target in needed for target in targets):
+            kept.append(step)
+            needed.update([step.source] if isinstance(step, Move) else step.operands)
+    return tuple(reversed(kept))
+
+
+def _read(node: Node) -> list[int]:
+    """The values that a node reads: none of a draw's or a factory's but the key."""
+    refs = list(node.refs())
+    return refs[:1] if node.op.namespace == "vescale" else [] if is_source(node.op) else refs
+
+
+def _deferred_state(asked: Pattern, state: State, index: int) -> State:
+    """The state of operand `index` that gives a result in `state`; `asked` is the pattern reversed."""
+    dims = asked.results[index]
+    if isinstance(state, RaggedShard):
+        return state if any(dims) else None
+    name = next(name for name in asked.sizes if state == digit_of(name, asked.operands[0], asked))
+    return digit_of(name, dims, asked)
+
+
+def whole_pattern(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
+    """For an op without a rule: every dim is whole."""
+    sizes: dict[str, int] = {}
+
+    def dims(value: int) -> Dims:
+        shape = metas[value].shape
+        names = tuple((f"w{len(sizes) + dim}",) for dim in range(len(shape)))
+        sizes.update((name, size) for (name,), size in zip(names, shape, strict=True))
+        return names
+
+    operands = tuple(dims(value) for value in node.refs())
+    results = tuple(dims(out) for out in node.outs if out is not None)
+    return Pattern(operands, results, sizes, whole=frozenset(sizes))

@@ -1,0 +1,159 @@
+"""Program: everything for one signature. Decisions first; a rank's instructions when it is about to run.
+
+A process hosts some ranks of the mesh: all of them when simulated, one otherwise. Each hosted rank runs
+its own straight-line program. Programs without collectives are called; others are generators that stop
+at each collective, and the loop here runs it over the hosted ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..._compat import below_autograd
+from ..layout import Layout
+from ..mesh import Mesh
+from ..redistribute import bind
+from .codegen import generate
+from .emit import Exchange, emit
+from .ir import Graph, Ref, map_args
+from .partition import Compute, Move, Partitioned
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveInfo:
+    """One collective of a program: what moves, how much, and why.
+
+    `bytes` is what one rank receives; `origin` is the module and source line.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    value: str
+    cause: str
+    origin: str
+
+    @property
+    def axis(self) -> str:
+        """The axis, or several joined by `+`."""
+        return "+".join(self.axes)
+
+    def __str__(self) -> str:
+        what = f"{self.kind:<14} {self.axis:<6} {self.bytes:>10,} B  {self.value:<20}"
+        return f"{what} {self.cause}  {self.origin}"
+
+
+class Collectives(tuple[CollectiveInfo, ...]):
+    """The collectives of a program in order; prints as a table."""
+
+    def __str__(self) -> str:
+        return "\n".join([f"{'kind':<14} {'axis':<6} {'bytes':>12}  {'value':<20} cause", *map(str, self)])
+
+
+def collectives(partitioned: Partitioned) -> Collectives:
+    """Every collective of the decisions, in order; bytes are those of rank 0."""
+    values = partitioned.values
+    return Collectives(
+        CollectiveInfo(
+            move.step.kind,
+            move.step.axes,
+            move.step.bytes_moved(0, values[move.source].meta.dtype.itemsize),
+            str(values[move.source].meta),
+            move.cause,
+            str(move.origin),
+        )
+        for move in partitioned.steps
+        if isinstance(move, Move) and move.step.is_collective
+    )
+
+
+def as_text(partitioned: Partitioned) -> str:
+    """The decided program, one line an instruction, with layouts: the same for every rank."""
+    values = partitioned.values
+
+    def look(number: int) -> str:
+        layout = ", ".join(f"{axis}={placement!r}" for axis, placement in values[number].layout.spec.items())
+        return f"v{number}: {values[number].meta}{f' {{{layout}}}' if layout else ''}"
+
+    lines = [f"mesh {partitioned.mesh}", *(f"input  {look(number)}" for number in partitioned.inputs)]
+    for step in partitioned.steps:
+        if isinstance(step, Move):
+            moved = f"{step.step.kind} over {'+'.join(step.step.axes)} (v{step.source})"
+            lines.append(f"{look(step.target)} = {moved}  # {step.cause}")
+        else:
+            shown = ", ".join(look(number) if number is not None else "_" for number in step.results)
+            lines.append(f"{shown} = {step.node.op}({_arguments(step)})  # {step.node.origin}")
+    outputs = ", ".join(f"v{number}" if number is not None else "-" for number in partitioned.outputs)
+    return "\n".join([*lines, f"return {outputs}"])
+
+
+def _arguments(step: Compute) -> str:
+    numbers = iter(step.operands)
+    local = lambda ref: Ref(next(numbers, -1))  # noqa: E731
+    args = [str(map_args(arg, local)) for arg in step.node.args]
+    return ", ".join(args + [f"{name}={map_args(value, local)}" for name, value in step.node.kwargs.items()])
+
+
+class Program:
+    """The compiled program of one signature on the ranks that this process hosts.
+
+    `digest` identifies the sequence of collectives: ranks must agree on it before the first one runs.
+    """
+
+    def __init__(self, graph: Graph, partitioned: Partitioned, mesh: Mesh) -> None:
+        self.graph, self.partitioned, self.mesh = graph, partitioned, mesh
+        hidden = partitioned.inputs[len(graph.inputs) :]
+        self.hidden_layouts = tuple(partitioned.values[number].layout for number in hidden)
+        moves = [step for step in partitioned.steps if isinstance(step, Move) and step.step.is_collective]
+        self.sequence = tuple(map(str, collectives(partitioned)))
+        self.exchanges = [bind(move.step, mesh) for move in moves]
+        self.sources: list[str] = []
+        self.runs = [self._compile(rank) for rank in mesh.local_ranks]
+
+    def _compile(self, rank: int) -> Callable[[list[Any]], Any]:
+        values = self.partitioned.values
+
+        def looks(number: int) -> tuple[tuple[int, ...], torch.dtype]:
+            return values[number].layout.local_shape(rank), values[number].meta.dtype
+
+        run, source = generate(
+            emit(self.partitioned, rank), self.partitioned.inputs, self.partitioned.outputs, looks
+        )
+        self.sources.append(source)
+        return run
+
+    def output_layouts(self) -> list[Layout | None]:
+        return [
+            None if number is None else self.partitioned.values[number].layout
+            for number in self.partitioned.outputs
+        ]
+
+    def __call__(self, inputs: list[list[Any]]) -> list[list[Any]]:
+        """Local inputs of each hosted rank (lists that are emptied) -> local outputs of each."""
+        with below_autograd():
+            if not self.exchanges:
+                return [run(values) for run, values in zip(self.runs, inputs, strict=True)]
+            return self._lockstep([run(values) for run, values in zip(self.runs, inputs, strict=True)])
+
+    def _lockstep(self, running: Sequence[Any]) -> list[list[Any]]:
+        """Runs each rank up to its next collective, runs that for all, and so on to the end."""
+        stops = [next(rank) for rank in running]
+        results: list[list[Any]] = []
+        for number in range(len(self.exchanges)):
+            assert all(stop[0] == number for stop in stops)
+            received = self.exchanges[number]([stop[1] for stop in stops])
+            stops = []
+            for rank, value in zip(running, received, strict=True):
+                try:
+                    stops.append(rank.send(value))
+                except StopIteration as done:
+                    results.append(done.value)
+            del received
+        return results
+
+
+__all__ = ["CollectiveInfo", "Collectives", "Compute", "Exchange", "Program", "as_text", "collectives"]

@@ -1,0 +1,339 @@
+"""Trace: a function of tensors to a `Graph` of ATen calls at global shapes, with fake tensors.
+
+A dispatch mode above the fake tensor mode sees every ATen call of forward, backward and optimizer, in
+the order in which one device would run it, and writes it down. Tensors are told apart by identity:
+every one that was seen is kept alive until the end. We record ourselves rather than through make_fx
+because each node then knows its source line, module path and region, closed-over tensors become
+inputs in the same pass, and a node costs a third of the time.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..._compat import FakeTensor, FakeTensorMode, TorchDispatchMode, data_dependent_errors, is_mutable
+from ..._errors import TraceError, VescaleError, explain
+from ..layout import Layout
+from ..placements import P
+from .ir import Graph, Node, Origin, Ref, TensorMeta
+
+aten = torch.ops.aten
+
+_HERE = __file__.rsplit("/", 3)[0]  # the package: its frames are never the user's line
+_TORCH = torch.__file__.rsplit("/", 1)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Where a constraint puts a value, and why."""
+
+    spec: P | Layout
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A parameter among the inputs: its layout in use and at rest (where its gradient belongs)."""
+
+    name: str
+    run: Layout
+    rest: Layout
+
+
+@dataclass
+class Tracing:
+    """What the transforms that run inside a trace need to know: see `current_trace`."""
+
+    constraints: list[Pin] = field(default_factory=list)
+    marks: dict[int, Mark] = field(default_factory=dict)  # by id of the input
+    activations: Sequence[tuple[re.Pattern[str], P]] = ()
+    used_activations: set[int] = field(default_factory=set)
+    region: str = ""
+    modules: list[str] = field(default_factory=list)  # the stack of running modules, by path
+    seen: dict[str, torch.nn.Module] = field(default_factory=dict)  # every module that ran, by path
+
+    def seen_modules(self) -> list[tuple[torch.nn.Module, tuple[str, ...]]]:
+        """The modules that ran, with the names of their scalar attributes: what a program may depend on."""
+        return [
+            (
+                module,
+                tuple(
+                    name
+                    for name, value in vars(module).items()
+                    if type(value) in (bool, int, float, str) and name != "training"
+                ),
+            )
+            for module in self.seen.values()
+        ]
+
+
+_current: ContextVar[Tracing | None] = ContextVar("vescale_trace", default=None)
+
+
+def current_trace() -> Tracing | None:
+    """The trace that is being recorded in this context, None outside."""
+    return _current.get()
+
+
+def trace(
+    fn: Callable[[list[torch.Tensor]], Sequence[Any]],
+    inputs: Sequence[TensorMeta],
+    paths: Sequence[str],
+    tracing: Tracing | None = None,
+    marks: Sequence[Mark | None] = (),
+) -> Graph:
+    """The graph of `fn(tensors) -> flat results` for inputs of these global shapes.
+
+    `paths` name the inputs in errors; `marks` say which of them are parameters. Raises TraceError
+    when fn needs a value, has an output shape that depends on data, or mutates an input.
+    """
+    tracing = tracing or Tracing()
+    recorder = _record(fn, inputs, paths, tracing, marks, functional=False)
+    if recorder.mutable is not None:
+        # In-place ops on temporaries: trace again with functionalised mutation.
+        tracing.constraints.clear()
+        recorder = _record(fn, inputs, paths, tracing, marks, functional=True)
+    return recorder.graph
+
+
+def _record(
+    fn: Callable,
+    inputs: Sequence[TensorMeta],
+    paths: Sequence[str],
+    tracing: Tracing,
+    marks: Sequence[Mark | None],
+    functional: bool,
+) -> _Recorder:
+    fake_mode = FakeTensorMode()
+    with fake_mode:
+        fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=meta.device) for meta in inputs]
+    recorder = _Recorder(fake_mode, fakes, paths, tracing)
+    tracing.marks = {id(fake): mark for fake, mark in zip(fakes, marks, strict=False) if mark is not None}
+    run = torch.func.functionalize(fn) if functional else fn
+    token = _current.set(tracing)
+    try:
+        with fake_mode, recorder, _module_stack(tracing):
+            results = run(fakes)
+    except VescaleError:
+        raise
+    except data_dependent_errors() as error:
+        raise _data_dependent(recorder, error) from error
+    finally:
+        _current.reset(token)
+    recorder.finish(results, tracing)
+    return recorder
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down each ATen call. `graph` is there after `finish`."""
+
+    graph: Graph
+
+    def __init__(
+        self, fake_mode: Any, fakes: list[torch.Tensor], paths: Sequence[str], tracing: Tracing
+    ) -> None:
+        super().__init__()
+        self.fake_mode, self.paths, self.tracing = fake_mode, paths, tracing
+        self.fakes = fakes
+        self.alive: list[Any] = []
+        self.ids: dict[int, int] = {}
+        self.metas: list[TensorMeta] = []
+        self.nodes: list[Node] = []
+        self.hidden: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        self.mutable: str | None = None
+        self.line = ""
+        self.inputs = tuple(self.number(fake) for fake in fakes)
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """A new value for this tensor."""
+        self.alive.append(tensor)
+        self.ids[id(tensor)] = len(self.metas)
+        self.metas.append(TensorMeta.of(tensor))
+        return len(self.metas) - 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # questions such as prim.device, not computation
+            return func(*args, **kwargs)
+        self.line = _user_line()
+        args, kwargs = self.lift(args), {name: self.lift(value) for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        if is_mutable(func):
+            self.mutable = self.mutable or self.line
+            self.check_inputs()
+        outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        self.nodes.append(
+            Node(
+                func,
+                tuple(self.refer(arg) for arg in args),
+                {name: self.refer(value) for name, value in kwargs.items()},
+                tuple(self.number(out) if isinstance(out, torch.Tensor) else None for out in outs),
+                Origin(
+                    self.line, self.tracing.modules[-1] if self.tracing.modules else "", self.tracing.region
+                ),
+                isinstance(result, (tuple, list)),
+            )
+        )
+        return result
+
+    def lift(self, value: Any) -> Any:
+        """Closed-over and constant tensors become hidden inputs, read at each call."""
+        if isinstance(value, torch.Tensor):
+            if id(value) in self.ids or isinstance(value, FakeTensor):
+                return value
+            if id(value) not in self.hidden:
+                if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                    raise TraceError(
+                        explain(
+                            f"a closed-over {type(value).__name__}",
+                            where=_user_line(),
+                            rule="a function closes over plain tensors, which are the global value",
+                            remedy="pass it as an argument",
+                        )
+                    )
+                fake = self.fake_mode.from_tensor(value.detach())
+                self.hidden[id(value)] = (self.number(fake), value, fake)
+            return self.hidden[id(value)][2]
+        if isinstance(value, (tuple, list)):
+            return type(value)([self.lift(item) for item in value])
+        return value
+
+    def refer(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self.ids:
+                raise TraceError(
+                    explain(
+                        "a tensor that no traced op made",
+                        where=self.line,
+                        rule="every tensor comes from an argument, a closure or an op",
+                        remedy="pass it as an argument",
+                    )
+                )
+            return Ref(self.ids[id(value)])
+        if isinstance(value, (tuple, list)):
+            return tuple(self.refer(item) for item in value)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise TraceError(
+                explain(
+                    "a size that depends on data",
+                    where=self.line,
+                    rule="shapes are static",
+                    remedy="use a mask, or a static capacity",
+                )
+            )
+        return value
+
+    def check_inputs(self) -> None:
+        for path, fake in zip(self.paths, self.fakes, strict=True):
+            if fake._version:
+                raise TraceError(
+                    explain(
+                        f"an in-place update of the argument {path!r}",
+                        where=self.line,
+                        rule="a function doesn't mutate its arguments: its results are what it returns",
+                        remedy="compute the new value out of place and return it",
+                    )
+                )
+        for _, tensor, fake in self.hidden.values():
+            if fake._version:
+                raise TraceError(
+                    explain(
+                        f"an in-place update of a closed-over tensor of shape {tuple(tensor.shape)}",
+                        where=self.line,
+                        rule="a function doesn't mutate what it closes over",
+                        remedy="pass it as an argument and return the new value",
+                    )
+                )
+
+    def finish(self, results: Sequence[Any], tracing: Tracing) -> None:
+        self.check_inputs()
+        outputs = tuple(self.refer(self.lift(result)) for result in results)
+        self.graph = Graph(
+            self.inputs,
+            tuple((value, tensor) for value, tensor, _ in self.hidden.values()),
+            tuple(self.nodes),
+            outputs,
+            tuple(self.metas),
+            tuple(tracing.constraints),
+        )
+
+
+def _user_line() -> str:
+    """file:line of the innermost frame that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if (
+            not name.startswith((_TORCH, _HERE, "<"))
+            and "/contextlib.py" not in name
+            and "/optree/" not in name
+        ):
+            return f"{name.rsplit('/', 1)[-1]}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def _data_dependent(recorder: _Recorder, error: BaseException) -> TraceError:
+    return TraceError(
+        explain(
+            f"the value of a traced tensor, or a shape made of one, is needed ({str(error).splitlines()[0]})",
+            where=recorder.line or _user_line(),
+            rule="a function is traced without values: Python's if, while, int(), float() and .item() "
+            "can't see a tensor, and shapes are static",
+            remedy="use torch.where or a mask, or pass the number as a static Python argument",
+        )
+    )
+
+
+@contextmanager
+def _module_stack(tracing: Tracing) -> Iterator[None]:
+    """Keeps the dotted path of the running module, and applies the plan's activation rules."""
+    from ..transforms import constrain_tree  # the transforms look at the trace; here the trace applies one
+
+    names: dict[int, str] = {}
+    depth = 0
+
+    def name_of(module: torch.nn.Module) -> str:
+        if not depth:
+            names.clear()
+            names.update({id(child): name for name, child in module.named_modules()})
+        return names.get(id(module), type(module).__name__)
+
+    def constrained(path: str, value: Any) -> Any:
+        for index, (pattern, spec) in enumerate(tracing.activations):
+            if pattern.fullmatch(path):
+                tracing.used_activations.add(index)
+                return constrain_tree(value, spec)
+        return value
+
+    def enter(module: torch.nn.Module, args: Any) -> Any:
+        nonlocal depth
+        tracing.modules.append(name_of(module))
+        tracing.seen[tracing.modules[-1]] = module
+        depth += 1
+        return constrained(f"{tracing.modules[-1]}.input", args) if tracing.activations else None
+
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        nonlocal depth
+        path = tracing.modules.pop()
+        depth -= 1
+        return constrained(f"{path}.output", output) if tracing.activations else None
+
+    hooks = torch.nn.modules.module
+    handles = [
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,20 @@
+"""Sharding rules, one family a file, in factor notation (see `notation`). Importing registers them."""
+
+from . import attention, elementwise, embedding, factories, matmul, norms, random, reductions, softmax, views
+from .notation import Pattern, find_rule, rule
+
+__all__ = [
+    "Pattern",
+    "attention",
+    "elementwise",
+    "embedding",
+    "factories",
+    "find_rule",
+    "matmul",
+    "norms",
+    "random",
+    "reductions",
+    "rule",
+    "softmax",
+    "views",
+]

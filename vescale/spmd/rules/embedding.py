@@ -1,0 +1,32 @@
+"""Embedding: a sharded vocabulary looks up its own rows, masks the others, and leaves a Partial."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .notation import LocalCall, rule
+
+aten = torch.ops.aten
+
+
+def _own_rows(call: LocalCall) -> LocalCall:
+    weight = call.operands[0]
+    ((first, stop), *rest) = weight.index_sets(call.rank)[0] or ((0, 0),)
+    if stop - first == weight.shape[0]:
+        return call
+    assert not rest, "the rule offers contiguous rows only"
+    return replace(call, fn=_lookup_own, args=(*call.args[:2], first, stop - first), kwargs={})
+
+
+def _lookup_own(weight: Any, indices: Any, first: int, count: int) -> Any:
+    own = indices - first
+    mine = (own >= 0) & (own < count)
+    found = torch.embedding(weight, torch.where(mine, own, 0))
+    return found.masked_fill_(~mine.unsqueeze(-1), 0)
+
+
+rule(aten.embedding.default, "v d, ... -> ... d", sum="v", linear=([0],), contiguous="v", local=_own_rows)
+rule(aten.embedding_dense_backward.default, "... d, ... -> v d", sum="...", whole="v", linear=([0],))

@@ -1,0 +1,157 @@
+"""Functional transforms that work in plain torch and inside a traced program alike.
+
+`value_and_grad` and `grad` are torch.func's with JAX's order of results; inside a program they also
+say where parameters move: to their run layout on entry, and gradients to the rest layout on exit.
+`constrain` pins a value to a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from .. import _tree
+from .._errors import ArgumentError, explain
+from .placements import P
+from .program.trace import Mark, Pin, Tracing, current_trace
+
+# The index points into the constraints of the trace; the op is the identity and leaves no trace at run time.
+_library = torch.library.Library("vescale", "FRAGMENT")
+_library.define("constrain(Tensor x, int index) -> Tensor")
+_library.impl("constrain", lambda x, index: x.clone(), "CompositeExplicitAutograd")
+_library.impl("constrain", lambda x, index: torch.empty_like(x), "Meta")
+
+
+class _Constrain(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, index: int, backward_index: int) -> torch.Tensor:
+        return torch.ops.vescale.constrain(x, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        _, _, ctx.backward_index = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        if ctx.backward_index >= 0:
+            gradient = torch.ops.vescale.constrain(gradient, ctx.backward_index)
+        return gradient, None, None
+
+
+def constrain(x: torch.Tensor, spec: P) -> torch.Tensor:
+    """Pin `x` to placements inside a program: identity in value; its gradient is pinned alike.
+
+    (x: T[...], spec) -> T[...]. Axes that `spec` doesn't mention are Replicate. In plain torch, outside
+    a program, it returns `x`. Raises ArgumentError when `spec` is not a `P`.
+
+    >>> import torch
+    >>> constrain(torch.ones(2), P("dp")).shape
+    torch.Size([2])
+    """
+    if not isinstance(spec, P):
+        raise ArgumentError(
+            explain(
+                f"constrain(x, {spec!r})",
+                rule="the constraint is a P of placements by axis name",
+                remedy="for example vs.constrain(x, vs.P(dp=vs.Shard(0)))",
+            )
+        )
+    tracing = current_trace()
+    return x if tracing is None else _pin(tracing, x, Pin(spec), transpose=True)
+
+
+def constrain_tree(tree: Any, spec: P) -> Any:
+    """`constrain` for every floating-point tensor of a tree."""
+    return _tree.tree_map(
+        lambda leaf: (
+            constrain(leaf, spec) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+        ),
+        tree,
+    )
+
+
+def _pin(tracing: Tracing, x: torch.Tensor, pin: Pin, transpose: bool) -> torch.Tensor:
+    """The traced constraint; with `transpose` the gradient is pinned alike."""
+    tracing.constraints.append(pin)
+    index = len(tracing.constraints) - 1
+    return _Constrain.apply(x, index, index if transpose else -1)  # type: ignore[return-value]
+
+
+def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
+    """A function that returns fn's value and its gradient with respect to the argument `argnums`.
+
+    fn: (*args) -> scalar, or (scalar, aux) with `has_aux`. The result is `(value, gradient)`, or
+    `((value, aux), gradient)`: JAX's order. The gradient has the structure of the argument (of the tuple
+    of arguments when `argnums` is one); parts that fn doesn't use get zeros. Inside a program
+    parameters are used in their run layout, and gradients come back in the layout at rest.
+
+    >>> import torch
+    >>> value_and_grad(lambda w, x: (w["a"] * x).sum())({"a": torch.ones(2)}, torch.tensor([3.0, 4.0]))
+    (tensor(7.), {'a': tensor([3., 4.])})
+    """
+
+    @wraps(fn)
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        leaves, spec = _tree.flatten(tuple(args[position] for position in positions))
+        tracing = current_trace()
+        marks: list[Mark | None] = [None] * len(leaves)
+        if tracing is not None:
+            marks = [tracing.marks.get(id(leaf)) for leaf in leaves]
+
+        def inner(leaves: list[torch.Tensor]) -> Any:
+            chosen = _tree.unflatten(spec, leaves)
+            filled = list(args)
+            for position, value in zip(positions, chosen, strict=True):
+                filled[position] = value
+            result = fn(*filled, **kwargs)
+            if tracing is not None:
+                tracing.region = "backward"
+            return result
+
+        outer_region = tracing.region if tracing else ""
+        if tracing is not None:
+            leaves = [
+                leaf if mark is None else _pin(tracing, leaf, Pin(mark.run, mark.name), transpose=False)
+                for leaf, mark in zip(leaves, marks, strict=True)
+            ]
+            tracing.region = "forward"
+        try:
+            gradients, value = torch.func.grad_and_value(inner, has_aux=has_aux)(leaves)
+        finally:
+            if tracing is not None:
+                tracing.region = outer_region
+        if tracing is not None:
+            gradients = [
+                gradient
+                if mark is None
+                else _pin(tracing, gradient, Pin(mark.rest, f"gradient of {mark.name}"), transpose=False)
+                for gradient, mark in zip(gradients, marks, strict=True)
+            ]
+        gradient = _tree.unflatten(spec, gradients)
+        return value, gradient[0] if isinstance(argnums, int) else gradient
+
+    return transformed
+
+
+def grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
+    """`value_and_grad` without the value: the gradient, or `(gradient, aux)` with `has_aux`.
+
+    >>> import torch
+    >>> grad(lambda x: (x * x).sum())(torch.tensor([3.0]))
+    tensor([6.])
+    """
+    both = value_and_grad(fn, argnums, has_aux)
+
+    @wraps(fn)
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        value, gradient = both(*args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
+
+    return transformed

@@ -1,0 +1,184 @@
+"""Moving pieces of local tensors: packing, exchanging, unpacking.
+
+Everything is worked out when a step is bound; what is left for each call is a few strided copies
+around one `all_to_all_single`, or none where the memory already has the right order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .regions import Block, strides
+
+Assemble = Callable[[Sequence[Tensor]], Tensor]
+
+# Renamed in torch 2.13, which warns at the old names.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# What gloo carries as it is; other types travel as bytes.
+_CARRIED = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    }
+)
+
+
+def assembler(pieces: Sequence[tuple[int, Block]], shape: tuple[int, ...], *, own: bool = True) -> Assemble:
+    """A function that puts a tensor of `shape` together from pieces of contiguous ones.
+
+    `pieces` are (which of the tensors, block) and cover the result once. With `own=False` the result may
+    be one of the inputs, when that is what it would be a copy of.
+    """
+    numel = math.prod(shape)
+    if not pieces:
+        assert numel == 0, shape
+        return lambda tensors: tensors[0].new_empty(shape)
+    if not own and _in_order(pieces, numel):
+        return lambda tensors: tensors[pieces[0][0]].view(shape)
+    dim = _cat_dim(pieces, numel)
+    if dim is not None and len(pieces) > 1:
+        return lambda tensors: torch.cat([_at(tensors[i], b) for i, b in pieces], dim).view(shape)
+
+    def assemble(tensors: Sequence[Tensor]) -> Tensor:
+        out = tensors[0].new_empty(numel)
+        for i, block in pieces:
+            out.as_strided(block.sizes, block.dst_strides, block.dst_offset).copy_(_at(tensors[i], block))
+        return out.view(shape)
+
+    return assemble
+
+
+def picker(blocks: Sequence[Block], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """A function that takes blocks out of one contiguous tensor: a view where one block is all."""
+    if len(blocks) == 1:
+        (block,) = blocks
+        return lambda tensor: _at(tensor, block).reshape(shape)
+    assemble = assembler([(0, block) for block in blocks], shape)
+    return lambda tensor: assemble((tensor,))
+
+
+def pack(blocks_for: Sequence[Sequence[Block]]) -> tuple[Assemble, list[int]]:
+    """The send buffer with the blocks for each receiver in turn, and how much each one gets."""
+    pieces: list[tuple[int, Block]] = []
+    splits: list[int] = []
+    offset = 0
+    for blocks in blocks_for:
+        start = offset
+        for b in blocks:
+            to = strides(b.sizes)
+            pieces.append((0, Block(b.sizes, b.src_offset, b.src_strides, offset, to)))
+            offset += b.numel
+        splits.append(offset - start)
+    return assembler(pieces, (offset,), own=False), splits
+
+
+def unpack(blocks_from: Sequence[Sequence[Block]], shape: tuple[int, ...]) -> tuple[Assemble, list[int]]:
+    """The inverse: the tensor made of a receive buffer, and how much comes from each sender."""
+    pieces: list[tuple[int, Block]] = []
+    splits: list[int] = []
+    offset = 0
+    for blocks in blocks_from:
+        start = offset
+        for b in blocks:
+            by = strides(b.sizes)
+            pieces.append((0, Block(b.sizes, offset, by, b.dst_offset, b.dst_strides)))
+            offset += b.numel
+        splits.append(offset - start)
+    return assembler(pieces, shape, own=False), splits
+
+
+def all_to_all(send: Tensor, in_splits: list[int], out_splits: list[int], group: dist.ProcessGroup) -> Tensor:
+    """What each rank of the group has for this one, in order of ranks."""
+    recv = send.new_empty(sum(out_splits))
+    if send.dtype in _CARRIED or send.is_cuda:
+        dist.all_to_all_single(recv, send, out_splits, in_splits, group)
+    else:
+        size = send.dtype.itemsize
+        dist.all_to_all_single(
+            recv.view(torch.uint8),
+            send.view(torch.uint8),
+            [size * n for n in out_splits],
+            [size * n for n in in_splits],
+            group,
+        )
+    return recv
+
+
+def all_gather(send: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+    """The equally long flat tensors of all `count` ranks of the group, end to end."""
+    recv = send.new_empty(send.numel() * count)
+    if send.is_cuda:
+        _gather_single(recv, send, group)
+        return recv
+    # On gloo all_gather is a ring of dependent sends: an exchange of copies took 2.6 ms where it took
+    # 3.7 ms (4 ranks, 2 cores, 1 KB to 256 KB each).
+    each = [send.numel()] * count
+    return all_to_all(send.repeat(count), each, each, group)
+
+
+def reduce_scatter(send: Tensor, splits: list[int], index: int, op: Any, group: dist.ProcessGroup) -> Tensor:
+    """The backend's own reduce-scatter of flat pieces; `index` is this rank's place in the group."""
+    out = send.new_empty(splits[index])
+    if len(set(splits)) == 1:
+        _reduce_scatter_single(out, send, op, group)
+    else:
+        dist.reduce_scatter(out, list(send.split(splits)), op, group)
+    return out
+
+
+def _at(tensor: Tensor, block: Block) -> Tensor:
+    """The block's view of a contiguous tensor; as_strided counts from the storage, not the tensor."""
+    return tensor.as_strided(block.sizes, block.src_strides, tensor.storage_offset() + block.src_offset)
+
+
+def _in_order(pieces: Sequence[tuple[int, Block]], numel: int) -> bool:
+    """Whether the pieces are one whole tensor, already in the order of the result."""
+    offset = 0
+    for i, b in pieces:
+        flat = strides(b.sizes)
+        if i != pieces[0][0] or not b.src_offset == b.dst_offset == offset:
+            return False
+        if b.src_strides != flat or b.dst_strides != flat:
+            return False
+        offset += b.numel
+    return offset == numel
+
+
+def _cat_dim(pieces: Sequence[tuple[int, Block]], numel: int) -> int | None:
+    """The dim along which the pieces, in order, are a concatenation; None when they aren't one."""
+    blocks = [block for _, block in pieces]
+    first = blocks[0]
+    if any(len(block.sizes) != len(first.sizes) for block in blocks):
+        return None
+    for dim in range(len(first.sizes)):
+        length = sum(block.sizes[dim] for block in blocks)
+        whole = (*first.sizes[:dim], length, *first.sizes[dim + 1 :])
+        stride = strides(whole)
+        if (
+            math.prod(whole) == numel
+            and first.dst_offset == 0
+            and all(block.dst_strides == stride for block in blocks)
+            and all(
+                (*b.sizes[:dim], *b.sizes[dim + 1 :]) == (*whole[:dim], *whole[dim + 1 :]) for b in blocks
+            )
+            and all(b.dst_offset == a.dst_offset + a.sizes[dim] * stride[dim] for a, b in pairwise(blocks))
+        ):
+            return dim
+    return None

@@ -1,0 +1,138 @@
+"""A pool of real ranks: gloo processes that are started once and then run one job after another.
+
+Starting processes takes seconds, a job some tens of milliseconds. A job is a function that can be
+imported, with arguments that can be pickled; every rank runs it, and what they return comes back as a list.
+A rank that doesn't answer in time is a failure that names it, and so is an exception on any rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(Exception):
+    """A job failed on some ranks, or they did not answer."""
+
+
+class RankPool:
+    """`size` processes in one gloo group, each with one thread.
+
+        RankPool.run : (fn, *args) -> [fn(*args) on rank 0, .., on the last rank]
+
+    A failure ends the pool's processes; the next run starts new ones. Use as a context manager, or
+    call `close`.
+    """
+
+    def __init__(self, size: int, timeout: float = 20) -> None:
+        self.size, self.timeout = size, timeout
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._directory: Path | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """fn(*args) on every rank; raises RankError naming the ranks that fail or don't answer."""
+        job = pickle.dumps((fn, args))
+        if not self._ranks:
+            self._start()
+        for _, pipe in self._ranks:
+            pipe.send_bytes(job)
+        answers = self._collect(self.timeout)
+        failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
+        missing = [rank for rank in range(self.size) if rank not in answers]
+        if not failed and not missing:
+            return [answers[rank][1] for rank in range(self.size)]
+        # Their group may be in the middle of something: nothing sensible can follow.
+        self.close()
+        lines = [f"rank {rank}: {text}" for rank, text in sorted(failed.items())]
+        if missing:
+            who = ", ".join(map(str, missing))
+            lines.append(f"no answer within {self.timeout:g} s from rank {who}")
+        raise RankError("\n".join([f"{fn.__module__}.{fn.__qualname__}", *lines]))
+
+    def close(self) -> None:
+        """End the processes."""
+        ranks, self._ranks = self._ranks, []
+        for process, pipe in ranks:
+            pipe.close()  # a rank that waits for a job sees this and leaves
+            process.join(1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        # A server that has torch imported forks the ranks: four starts cost one import.
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "vescale"])
+        self._directory = Path(tempfile.mkdtemp(prefix="vescale-pool-"))
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.size, str(self._directory / "store"), self.timeout, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+        ready = self._collect(120)  # importing torch on a busy machine takes its time
+        late = [rank for rank in range(self.size) if not ready.get(rank, (False,))[0]]
+        if late:
+            self.close()
+            raise RankError(f"rank {', '.join(map(str, late))} did not start: {ready}")
+
+    def _collect(self, seconds: float) -> dict[int, tuple[bool, Any]]:
+        """What each rank answers, by rank; those that are silent or gone are left out."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        end = time.monotonic() + seconds
+        while waiting and (left := end - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), left):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    continue
+        return answers
+
+
+def _serve(rank: int, size: int, store: str, timeout: float, pipe: Connection) -> None:
+    """The life of a rank: join the group, then jobs until the pipe is closed."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),  # pyright: ignore[reportPrivateImportUsage]
+        rank=rank,
+        world_size=size,
+        # Shorter than the pool's patience, so that a hung collective is told by its own error.
+        timeout=timedelta(seconds=timeout * 0.8),
+    )
+    pipe.send_bytes(pickle.dumps((True, None)))
+    while True:
+        try:
+            fn, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = pickle.dumps((True, fn(*args)))
+        except BaseException:  # whatever it is, the test wants to know
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
