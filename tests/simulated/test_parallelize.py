@@ -56,7 +56,7 @@ def test_one_rank_has_the_bits_of_plain_torch():
 def test_a_train_step_is_a_fixed_point(rules):
     plain, step, params, state = gpt(MESH, rules, torch.float64)
     theirs = full(params), full(state)
-    layouts = [leaf.layout for leaf in _tree.leaves((params, state))]
+    layouts = [leaf.layout for leaf in _tree.leaves(params)] * 3 + [Layout(MESH.abstract, P(), ())]
     for seed in range(3):
         params, state, loss = step(params, state, batch(seed))
         assert [leaf.layout for leaf in _tree.leaves((params, state))] == layouts
@@ -124,7 +124,7 @@ def test_donated_arguments_are_used_up():
         with pytest.raises(ArgumentError, match="given away") as caught:
             gone.full_tensor()
         assert "call 1 of" in str(caught.value)
-    with pytest.raises(ArgumentError, match="argument 'params.head.weight'"):
+    with pytest.raises(ArgumentError, match=r"argument 'params\.head\.weight'"):
         params["head.weight"] + 1
     new["head.weight"].full_tensor()
 
@@ -173,9 +173,8 @@ def test_variable_arguments():
     total = vs.parallelize(
         lambda *xs, **named: sum(xs) + named["last"], vs.Plan(MESH, inputs={"xs": P("dp")})
     )
-    found = total(X, X, last=X)
-    assert_equal(found, X * 3)
-    assert found.layout.spec == P("dp")
+    assert_equal(total(X, X, last=X), X * 3)
+    assert_equal(total(X, last=X), X * 2)
 
 
 @_tree.register
@@ -281,9 +280,16 @@ def test_a_module_that_is_called_on_its_own_parameters():
 # Randomness.
 
 PLACEMENTS = [
-    P(), P(dp=Shard(0)), P(dp=Shard(1), tp=Shard(0)), P(tp=Shard(0), dp=Shard(0)), P(tp=InterleavedShard(1, 3)),
-    P(dp=RaggedShard((0, 1), (5, 37))), P(tp=Shard(1), dp=RaggedShard((0,), (3, 4))), P(dp=RaggedShard.on_rank(1, 2)),
-]  # fmt: skip
+    P(),
+    P(dp=Shard(0)),
+    P(dp=Shard(1), tp=Shard(0)),
+    P(tp=Shard(0), dp=Shard(0)),
+    P(tp=InterleavedShard(1, 3)),
+    P(tp=InterleavedShard(0, (3, 4)), dp=Shard(1)),
+    P(dp=RaggedShard((0, 1), (5, 37))),
+    P(tp=Shard(1), dp=RaggedShard((0,), (3, 4))),
+    P(dp=RaggedShard.on_rank(1, 2)),
+]
 
 
 @pytest.mark.parametrize("draw", [vs.rng.normal, vs.rng.uniform], ids=lambda f: f.__name__)
@@ -364,7 +370,8 @@ def test_activation_rules_that_match_nothing():
 
 def test_the_text_of_a_program():
     run = vs.parallelize(
-        lambda x, w: (x @ w).relu().sum(), vs.Plan(MESH, inputs={"x": P(dp=Shard(0), tp=Shard(1))})
+        lambda x, w: (x @ w).relu().sum(),
+        vs.Plan(MESH, inputs={"x": P(dp=Shard(0), tp=Shard(1)), "w": P(tp=Shard(0))}),
     )
     text = run.lower(X, torch.ones(2, 3)).as_text()
     assert text.startswith("mesh dp=2xtp=2\ninput  v0: float32[4,2] {dp=Shard(0), tp=Shard(1)}\n")
@@ -379,7 +386,7 @@ def test_collectives_say_what_moves_and_why():
     (one,) = run.lower(X).collectives()
     assert (one.kind, one.axis, one.axes, one.value) == ("all_reduce", "dp", ("dp",), "float32[]")
     assert one.bytes == 4  # a rank receives the other's scalar
-    assert one.cause == "result" or "result" in one.cause
+    assert one.cause == "result"
     assert "test_parallelize.py:" in one.origin
     assert "all_reduce" in str(run.lower(X).collectives()).splitlines()[1]
 

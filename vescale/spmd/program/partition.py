@@ -28,7 +28,7 @@ import torch
 
 from ..._errors import ShardingError, explain
 from ..layout import AbstractMesh, Layout, replicated
-from ..placements import P, Partial, RaggedShard
+from ..placements import InterleavedShard, P, Partial, RaggedShard, Shard
 from ..redistribute_plan import Step, plan
 from ..rules.notation import Dims, Pattern, find_rule, is_source
 from .candidates import (
@@ -160,7 +160,7 @@ class _Walk:
         for place, (output, wish) in enumerate(zip(self.graph.outputs, outputs, strict=True)):
             if isinstance(output, Ref):
                 target = wish or self.settled(output.id)
-                cause = f"result {self.results[place] if self.results else place}"
+                cause = f"result {self.results[place] if self.results else place}".rstrip()
                 maker = self.makers.get(self.through_views(output.id))
                 results.append(self.obtain(output.id, target, cause, maker.origin if maker else Origin()))
             else:
@@ -538,6 +538,9 @@ def _deferred_state(asked: Pattern, state: State, index: int) -> State:
     dims = asked.results[index]
     if isinstance(state, RaggedShard):
         return state if any(dims) else None
+    if isinstance(state, (Shard, InterleavedShard)):  # uneven: the same split of the dim that it stands for
+        dim = asked.operands[0][state.dim]
+        return replace(state, dim=dims.index(dim)) if dim in dims else None
     name = next(name for name in asked.sizes if state == digit_of(name, asked.operands[0], asked))
     return digit_of(name, dims, asked)
 
