@@ -160,9 +160,9 @@ class DTensor(Tensor):
         placement an axis in the order of the mesh, is taken too. The gradient comes back in this tensor's
         layout. Where nothing has to move, the result may share memory with this tensor.
         """
-        spec = placements
+        spec, me = placements, _compat.base_tensor(self)  # torch.func's wrappers hide who it is
         if not isinstance(spec, P):
-            if torch_placements is None or not _is_mesh(spec, self.mesh):
+            if torch_placements is None or not _is_mesh(spec, me.mesh):
                 raise ArgumentError(
                     explain(
                         f"redistribute({placements!r}, {torch_placements!r})",
@@ -170,8 +170,8 @@ class DTensor(Tensor):
                         remedy="for example x.redistribute(vs.P(dp=vs.Shard(0)))",
                     )
                 )
-            spec = _from_mesh_order(self.mesh, torch_placements)
-        layout = Layout(self.mesh.abstract, spec, self.layout.shape)
+            spec = _from_mesh_order(me.mesh, torch_placements)
+        layout = Layout(me.mesh.abstract, spec, me.layout.shape)
         return _Redistribute.apply(self, layout)  # pyright: ignore[reportReturnType]
 
     def to_torch(self) -> torch_tensor.DTensor:
@@ -298,12 +298,13 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        layout = inputs[0].layout
+        layout = _compat.base_tensor(inputs[0]).layout
         ctx.spec = P.of((a, p) for a, p in layout.spec.items() if not isinstance(p, Partial))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.redistribute(ctx.spec) if isinstance(grad, DTensor) else grad, None
+        is_ours = isinstance(_compat.base_tensor(grad), DTensor)
+        return DTensor.redistribute(grad, ctx.spec) if is_ours else grad, None
 
 
 class _Full(torch.autograd.Function):
@@ -317,7 +318,8 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mesh, ctx.layout = inputs[0].mesh, inputs[0].layout
+        whole = _compat.base_tensor(inputs[0])
+        ctx.mesh, ctx.layout = whole.mesh, whole.layout
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
