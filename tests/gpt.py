@@ -4,7 +4,7 @@ import torch
 
 import vescale as vs
 from examples.train_gpt import GPT
-from vescale.spmd.placements import InterleavedShard, P, RaggedShard, Shard
+from vescale.spmd.placements import InterleavedShard, P, Shard
 from vescale.spmd.plan import Staged
 
 BLOCKS, WIDTH, CONTEXT, ROWS = 2, 64, 16, 8
@@ -17,9 +17,8 @@ TP = {
 }
 
 
-def ragged(rules, size):
-    """The rules with parameters cut unevenly over dp at rest: 5 of 8 units on rank 0, for 2 or 4 ranks."""
-    cut = RaggedShard((0,), {2: (5, 3), 4: (5, 1, 1, 1)}[size])
+def ragged(rules, cut):
+    """The rules with every parameter cut over dp at rest."""
     rules = {**rules, ".*": P()}
     return {rule: Staged(init=P(**dict(spec.items()), dp=cut), run=spec) for rule, spec in rules.items()}
 

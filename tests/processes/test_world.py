@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from functools import cache
 
 import pytest
@@ -316,26 +317,52 @@ def test_the_pool_names_ranks_that_hang():
         pair.run(sleeps_on, 1)
 
 
-def test_under_torchrun(tmp_path):
-    """The group is initialised from torchrun's environment and ended by close; here with two ranks."""
+SCRIPT = """
+import torch, torch.distributed as dist
+from vescale.spmd.layout import Layout
+from vescale.spmd.mesh import make_mesh
+from vescale.spmd.placements import P, Partial
+from vescale.spmd.redistribute import bind, plan
+
+mesh = make_mesh({"dp": 2})
+assert mesh.backend == "processes" and dist.get_world_size() == 2, mesh
+before, after = (Layout(mesh.abstract, spec, (3,)) for spec in (P(dp=Partial()), P()))
+reduce = bind(plan(before, after)[0], mesh)  # still referenced when the interpreter ends
+print("sum", reduce([torch.ones(3)])[0].sum().item(), flush=True)
+"""
+CLOSE = "mesh.close(); assert not dist.is_initialized()"
+
+
+@pytest.mark.parametrize("end", [CLOSE, ""], ids=["close", "no close"])
+def test_under_torchrun(tmp_path, end):
+    """The world is initialised from torchrun's environment, and ended by close or else at exit."""
     script = tmp_path / "job.py"
-    script.write_text(
-        "import torch, torch.distributed as dist\n"
-        "from vescale.spmd.mesh import make_mesh\n"
-        "mesh = make_mesh({'dp': 2})\n"
-        "assert mesh.backend == 'processes' and dist.get_world_size() == 2, mesh\n"
-        "print('rank', mesh.rank, flush=True)\n"
-        "mesh.close()\n"
-        "assert not dist.is_initialized()\n"
-    )
-    with_path = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    script.write_text(SCRIPT + end)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     found = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)],
+        [*command, str(script)],
         capture_output=True,
         text=True,
-        env=with_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         timeout=100,
         check=False,
-    )  # fmt: skip
+    )
     assert found.returncode == 0, found.stderr
-    assert sorted(line for line in found.stdout.split("\n") if line) == ["rank 0", "rank 1"]
+    assert found.stdout.split("\n").count("sum 6.0") == 2
+
+
+def arrives_late() -> str:
+    mesh = world_mesh((("dp", 2), ("tp", 2)))
+    mesh.store.set_timeout(timedelta(seconds=1))
+    try:
+        if mesh.rank != 1:
+            from_local(torch.zeros(4), mesh, P())
+    except ConsistencyError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_does_not_come_is_named():
+    with RankPool(4) as ranks:
+        answers = ranks.run(arrives_late)
+    assert ["no word from rank 1" in answer for answer in answers] == [True, False, True, True]

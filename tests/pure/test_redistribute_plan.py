@@ -9,7 +9,7 @@ from tests.layouts import layouts, meshes, shapes
 from vescale._errors import LayoutError
 from vescale.spmd.layout import AbstractMesh, Layout
 from vescale.spmd.placements import InterleavedShard, P, Partial, RaggedShard, Shard
-from vescale.spmd.redistribute_plan import COLLECTIVES, LOCAL, plan
+from vescale.spmd.redistribute_plan import COLLECTIVES, LOCAL, base, plan
 
 MESH = AbstractMesh(("dp", "tp"), (2, 4))
 RAGGED_A, RAGGED_B = RaggedShard((0,), (3, 5)), RaggedShard((0,), (1, 3))
@@ -135,6 +135,7 @@ def test_steps_form_a_chain(data):
     at = src
     for step in plan(src, dst):
         assert step.src is at
+        assert step.traffic == sum(step.bytes_moved(rank, 1) for rank in range(mesh.size))
         assert step.kind in COLLECTIVES + LOCAL
         assert not step.is_collective or step.group_size > 1
         at = step.dst
@@ -149,3 +150,22 @@ def test_a_plan_over_ten_thousand_ranks(dst):
     assert step.is_collective
     assert step.bytes_moved(1, 1) == 8 * (4 * 5120 - 1 if dst == P() else 2)
     assert math.prod(step.src.local_shape(0)) == 24
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_pending_sum_becomes_splits_by_one_reduce_scatter(data):
+    mesh, shape = data.draw(meshes((1, 3))), data.draw(shapes())
+    dst = data.draw(layouts(mesh, shape, partial=False))
+    axes = tuple(a for a in mesh.axis_names if a in dst.spec and data.draw(st.booleans()))
+    before = base(dst, axes)
+    if before is None or not axes:
+        return
+    spec = P.of([*before.spec.items(), *((axis, Partial()) for axis in axes)])
+    (step,) = plan(Layout(mesh, spec, shape), dst)
+    wide = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+    assert step.axes == wide
+    assert step.kind == ("reduce_scatter" if wide else "view")
+    for rank in range(mesh.size):
+        others = math.prod(mesh.axis_size(axis) for axis in wide) - 1
+        assert step.bytes_moved(rank, 1) == others * math.prod(dst.local_shape(rank)) * bool(wide)

@@ -41,20 +41,22 @@ def exchange(mesh: Mesh, what: str, record: Any) -> list[Any]:
         return f"vescale/agree/{name}/{call}/{rank}"
 
     store.set(key(call, mesh.rank), json.dumps([what, record]))
-    answers = []
-    for rank in range(mesh.size):
-        try:
-            answers.append(json.loads(store.get(key(call, rank))))
-        except (dist.DistError, RuntimeError) as error:
-            missing = [r for r in range(mesh.size) if not store.check([key(call, r)])]
-            raise ConsistencyError(
-                explain(
-                    f"no word from rank {', '.join(map(str, missing))}",
-                    where=what,
-                    rule="every rank of the mesh makes the same calls in the same order",
-                    remedy="look for a branch that depends on the rank, or a rank that has failed",
-                )
-            ) from error
+    keys = [key(call, rank) for rank in range(mesh.size)]
+    try:
+        # One round trip where the store can (a file store cannot).
+        many = store.has_extended_api()
+        answers = store.multi_get(keys) if many else [store.get(k) for k in keys]
+    except (dist.DistError, RuntimeError) as error:
+        missing = [rank for rank, k in enumerate(keys) if not store.check([k])]
+        raise ConsistencyError(
+            explain(
+                f"no word from rank {', '.join(map(str, missing))}",
+                where=what,
+                rule="every rank of the mesh makes the same calls in the same order",
+                remedy="look for a branch that depends on the rank, or a rank that has failed",
+            )
+        ) from error
+    answers = [json.loads(answer) for answer in answers]
     # Who has written record `call` has read all of `call - 1`; so nobody reads the one before that.
     if call > 1:
         store.delete_key(key(call - 2, mesh.rank))

@@ -6,7 +6,6 @@ tensor of the global shape; operations on it run through the sharding rules, one
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,8 @@ from .chunks import Chunk, chunks
 from .layout import Layout, replicated
 from .locals import local_slice
 from .mesh import Mesh
-from .placements import InterleavedShard, P, Partial, Placement, RaggedShard, Replicate, Shard
+from .mesh_order import from_mesh_order, mesh_order, to_torch_placement
+from .placements import P, Partial, Placement, RaggedShard
 from .redistribute import redistribute
 from .regions import strides
 
@@ -40,6 +40,7 @@ class DTensor(Tensor):
     holds; this process holds those of `mesh.local_ranks`.
 
     >>> from vescale.spmd.mesh import make_mesh
+    >>> from vescale.spmd.placements import P, Shard
     >>> mesh = make_mesh({"dp": 2}, backend="simulated")
     >>> x = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, P(dp=Shard(0)))
     >>> x
@@ -102,7 +103,7 @@ class DTensor(Tensor):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One placement an axis of the mesh, split in the order of the mesh as torch does."""
-        return _mesh_order(self.layout)
+        return mesh_order(self.layout)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -170,7 +171,7 @@ class DTensor(Tensor):
                         remedy="for example x.redistribute(vs.P(dp=vs.Shard(0)))",
                     )
                 )
-            spec = _from_mesh_order(me.mesh, torch_placements)
+            spec = from_mesh_order(me.mesh.abstract, torch_placements)
         layout = Layout(me.mesh.abstract, spec, me.layout.shape)
         return _Redistribute.apply(self, layout)  # pyright: ignore[reportReturnType]
 
@@ -179,7 +180,7 @@ class DTensor(Tensor):
 
         Raises LayoutError for a layout that torch's placements cannot say.
         """
-        placements = [_to_torch(p, self.layout) for p in self.placements]
+        placements = [to_torch_placement(p, self.layout) for p in self.placements]
         theirs = torch_tensor.DTensor.from_local(
             self._locals[0].detach(),
             self.mesh.device_mesh,
@@ -323,10 +324,30 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        whole = replicated(ctx.mesh.abstract, ctx.layout.shape)
         spec = P.of((a, p) for a, p in ctx.layout.spec.items() if not isinstance(p, Partial))
-        pieces = [grad.detach().clone() for _ in ctx.mesh.local_ranks]
-        return DTensor(pieces, ctx.mesh, whole).redistribute(spec)
+        return place(grad, ctx.mesh, Layout(ctx.mesh.abstract, spec, ctx.layout.shape))
+
+
+class _Place(torch.autograd.Function):
+    """A global value that all ranks have, cut up; its gradient is a global value again."""
+
+    @staticmethod
+    def forward(value: Tensor, mesh: Mesh, layout: Layout) -> DTensor:
+        return DTensor([local_slice(value, layout, rank).clone() for rank in mesh.local_ranks], mesh, layout)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        is_ours = isinstance(_compat.base_tensor(grad), DTensor)
+        return DTensor.full_tensor(grad) if is_ours else grad, None, None
+
+
+def place(value: Tensor, mesh: Mesh, layout: Layout) -> DTensor:
+    """A global value that all ranks have, in a layout; nothing is checked, and gradients flow back."""
+    return _Place.apply(value, mesh, layout)  # pyright: ignore[reportReturnType]
 
 
 def distribute_tensor(tensor: Tensor, mesh: Mesh, placements: P) -> DTensor:
@@ -340,6 +361,7 @@ def distribute_tensor(tensor: Tensor, mesh: Mesh, placements: P) -> DTensor:
     Raises ConsistencyError when ranks have different values, LayoutError when the placements don't fit.
 
     >>> from vescale.spmd.mesh import make_mesh
+    >>> from vescale.spmd.placements import P, Shard
     >>> mesh = make_mesh({"tp": 2}, backend="simulated")
     >>> distribute_tensor(torch.arange(4), mesh, P(tp=Shard(0))).to_local(rank=0)
     tensor([0, 1])
@@ -382,6 +404,7 @@ def from_local(
     Raises ArgumentError, the same on all ranks, when a rank's piece is not what the layout gives it.
 
     >>> from vescale.spmd.mesh import make_mesh
+    >>> from vescale.spmd.placements import P, Shard
     >>> mesh = make_mesh({"dp": 2}, backend="simulated")
     >>> from_local([torch.zeros(2, 3), torch.ones(1, 3)], mesh, P(dp=Shard(0))).shape
     torch.Size([3, 3])
@@ -466,9 +489,6 @@ def _global_shape(mesh: Mesh, spec: P, shapes: Sequence[tuple[int, ...]], where:
     return tuple(total)
 
 
-# To and from torch's vocabulary, where splits are applied in the order of the mesh.
-
-
 def from_torch(tensor: torch_tensor.DTensor) -> DTensor:
     """torch's DTensor as ours, over the same local memory.
 
@@ -477,7 +497,7 @@ def from_torch(tensor: torch_tensor.DTensor) -> DTensor:
     mesh = _meshes.get(tensor.device_mesh)
     if mesh is None:
         mesh = _meshes[tensor.device_mesh] = Mesh.from_device_mesh(tensor.device_mesh)
-    layout = Layout(mesh.abstract, _from_mesh_order(mesh, tensor.placements), tuple(tensor.shape))
+    layout = Layout(mesh.abstract, from_mesh_order(mesh.abstract, tensor.placements), tuple(tensor.shape))
     return DTensor([tensor.to_local().detach()], mesh, layout, tensor.requires_grad)
 
 
@@ -488,85 +508,3 @@ def _is_mesh(candidate: Any, mesh: Mesh) -> bool:
     if isinstance(candidate, DeviceMesh):
         return tuple(candidate.mesh.flatten().tolist()) == mesh.world_ranks
     return candidate is mesh or candidate is None
-
-
-def _from_mesh_order(mesh: Mesh, placements: Sequence[Any]) -> P:
-    if len(placements) != len(mesh.axis_names):
-        raise LayoutError(
-            explain(
-                f"{len(placements)} placements for the axes {', '.join(mesh.axis_names)}",
-                rule="there is one placement an axis, in the order of the mesh",
-                remedy="write P(axis=placement) and leave replicated axes out",
-            )
-        )
-    return P.of(zip(mesh.axis_names, map(_from_torch, placements)))
-
-
-def _from_torch(placement: Any) -> Placement:
-    if isinstance(placement, Placement):
-        return placement
-    # Exact types: torch's strided shard, a subclass in some versions, is not a Shard.
-    if type(placement) is torch_tensor.Replicate:
-        return Replicate()
-    if type(placement) is torch_tensor.Shard:
-        return Shard(placement.dim)
-    if type(placement) is torch_tensor.Partial:
-        return Partial(placement.reduce_op)
-    raise LayoutError(
-        explain(
-            f"{placement!r}",
-            rule="placements are torch's Replicate, Shard and Partial, or ours",
-            remedy="redistribute to one of these first",
-        )
-    )
-
-
-def _to_torch(placement: Placement, layout: Layout) -> Any:
-    if isinstance(placement, Replicate):
-        return torch_tensor.Replicate()
-    if isinstance(placement, Shard):
-        return torch_tensor.Shard(placement.dim)
-    if isinstance(placement, Partial):
-        return torch_tensor.Partial(placement.op)
-    raise LayoutError(
-        explain(
-            f"{placement!r} in {layout}",
-            where="to_torch",
-            rule="torch's DTensor knows Replicate, Shard and Partial, split in the order of the mesh",
-            remedy="redistribute to such a layout first",
-        )
-    )
-
-
-def _mesh_order(layout: Layout) -> tuple[Placement, ...]:
-    """The placements that mean `layout` when the splits are applied in the order of the mesh."""
-    mesh, placements = layout.mesh, []
-    for position, axis in enumerate(mesh.axis_names):
-        digit = layout.digits.get(axis)
-        if digit is None:
-            placements.append(layout.placement(axis))
-            continue
-        # Values of the dim to the left of this digit that no axis before it has taken.
-        left = math.prod(
-            mesh.axis_size(other)
-            for other in mesh.axis_names[:position]
-            if other in layout.digits
-            and layout.digits[other].dim == digit.dim
-            and layout.digits[other].outer < digit.outer
-        )
-        sections = digit.outer // left
-        placements.append(Shard(digit.dim) if sections == 1 else InterleavedShard(digit.dim, sections))
-    spec = P.of(zip(mesh.axis_names, placements))
-    try:
-        same = Layout(mesh, spec, layout.shape) is layout
-    except LayoutError:
-        same = False
-    if not same:
-        raise LayoutError(
-            explain(
-                f"{layout.spec}",
-                rule="no placements in the order of the mesh mean this layout",
-                remedy="use x.layout.spec, which keeps the order of the splits",
-            )
-        )
-    return tuple(placements)

@@ -6,12 +6,13 @@ process hosts, their device, and how they talk.
 
 from __future__ import annotations
 
+import atexit
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import combinations
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _compat
 from .._errors import ArgumentError, explain
+from . import world
 from .layout import AbstractMesh
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def make_mesh(
@@ -49,9 +49,8 @@ def make_mesh(
     (0, 1, 2, 3)
     """
     abstract = _abstract(shape)
-    launched = all(name in os.environ for name in _TORCHRUN)
     if backend is None:
-        backend = "processes" if dist.is_initialized() or launched else "simulated"
+        backend = "processes" if world.size() else "simulated"
     if backend == "simulated":
         return Mesh(abstract, torch.device(device or "cpu"), range(abstract.size), simulated=True)
     if backend != "processes":
@@ -63,7 +62,8 @@ def make_mesh(
                 remedy="leave it out to follow the environment",
             )
         )
-    if not dist.is_initialized() and not launched:
+    available = world.size()
+    if not available:
         raise ArgumentError(
             explain(
                 'backend="processes", no process group, and not under torchrun',
@@ -72,19 +72,17 @@ def make_mesh(
                 remedy="start the script with torchrun --nproc-per-node N, or leave backend out",
             )
         )
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    if abstract.size > world:
+    if abstract.size > available:
         raise ArgumentError(
             explain(
-                f"a mesh of {abstract.size} ranks ({abstract}) in a world of {world}",
+                f"a mesh of {abstract.size} ranks ({abstract}) in a world of {available}",
                 where="make_mesh",
                 rule="a mesh is no larger than the world",
                 remedy=f"start {abstract.size} processes, or make the mesh smaller",
             )
         )
-    started = not dist.is_initialized()
-    where = _start(device) if started else _device(device)
-    return Mesh(abstract, where, range(abstract.size), started=started)
+    where = world.device(device) if dist.is_initialized() else world.start(device)
+    return Mesh(abstract, where, range(abstract.size))
 
 
 class Mesh:
@@ -108,14 +106,13 @@ class Mesh:
         world_ranks: range | tuple[int, ...],
         *,
         simulated: bool = False,
-        started: bool = False,
         parent: Mesh | None = None,
         groups: Mapping[tuple[str, ...], dist.ProcessGroup] | None = None,
     ) -> None:
         self.abstract, self.device = abstract, device
         self.backend = "simulated" if simulated else "processes"
         self.world_ranks = tuple(world_ranks)
-        self._started, self._parent = started, parent
+        self._parent = parent
         self._groups = dict(groups or {})
         self._created: list[dist.ProcessGroup] = []
         self._device_mesh: DeviceMesh | None = None
@@ -125,6 +122,7 @@ class Mesh:
             me = dist.get_rank()
             self.local_ranks = (self.world_ranks.index(me),) if me in self.world_ranks else ()
             if parent is None:
+                _open.add(self)
                 self._make_groups()
 
     @property
@@ -209,6 +207,32 @@ class Mesh:
             self._created.append(group)
         return group
 
+    def late_group(self, axes: tuple[str, ...]) -> Callable[[], dist.ProcessGroup]:
+        """A function that gives `group(axes)`: what a program keeps, which may outlive the mesh.
+
+        A gloo group that is still referenced when the interpreter ends aborts the process
+        (torch 2.13: "terminate called without an active exception").
+        """
+        if self._parent is not None:
+            return self._parent.late_group(axes)
+        self.group(axes)
+        groups = self._groups
+        key = tuple(a for a in self.axis_names if a in axes and self.abstract.axis_size(a) > 1)
+
+        def lookup() -> dist.ProcessGroup:
+            try:
+                return groups[key]
+            except KeyError:
+                raise ArgumentError(
+                    explain(
+                        f"a collective over {', '.join(key)} on a closed mesh",
+                        rule="a mesh stays open while programs run on it",
+                        remedy="call mesh.close() last",
+                    )
+                ) from None
+
+        return lookup
+
     @property
     def store(self) -> Any:
         """The key-value store of the process group, None when simulated."""
@@ -273,19 +297,21 @@ class Mesh:
             )
         abstract = AbstractMesh(tuple(names), tuple(device_mesh.mesh.shape))
         groups = {(name,): device_mesh.get_group(name) for name in names}
-        return cls(abstract, _device(device_mesh.device_type), ranks, groups=groups)
+        return cls(abstract, world.device(device_mesh.device_type), ranks, groups=groups)
 
     def close(self) -> None:
-        """End what this mesh started: its process groups, and the world if it was started here."""
+        """End what was started here: the mesh's process groups, and with the last mesh the world.
+
+        A world that somebody else has initialised is left alone.
+        """
         created, self._created, self._device_mesh = self._created, [], None
         self._groups.clear()
-        if not dist.is_initialized():
-            return
-        for group in created:
-            dist.destroy_process_group(group)
-        if self._started:
-            self._started = False
-            dist.destroy_process_group()
+        _open.discard(self)
+        if dist.is_initialized():
+            for group in created:
+                dist.destroy_process_group(group)
+            if not _open:
+                world.end()
 
     def __repr__(self) -> str:
         axes = " x ".join(f"{a}={n}" for a, n in zip(self.axis_names, self.shape, strict=True))
@@ -314,6 +340,17 @@ class Mesh:
                     if set(members) & set(self.local_ranks):
                         self._groups[axes] = group
                         self._created += [] if whole else [group]
+
+
+_open: WeakSet[Mesh] = WeakSet()  # meshes of processes
+
+
+@atexit.register
+def _close_all() -> None:
+    """Whoever forgets `close` gets a clean exit all the same; see `Mesh.late_group`."""
+    for mesh in list(_open):
+        mesh.close()
+    world.end()
 
 
 @lru_cache(maxsize=65536)
@@ -358,44 +395,6 @@ def _abstract(shape: Mapping[str, int]) -> AbstractMesh:
             )
         )
     return AbstractMesh(tuple(shape), tuple(shape.values()))
-
-
-def _start(device: torch.device | str | None) -> torch.device:
-    """Initialise the process group from torchrun's environment."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type != "cuda":
-        dist.init_process_group("gloo")
-        return where
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if here > torch.cuda.device_count():
-        raise ArgumentError(
-            explain(
-                f"{here} processes and {torch.cuda.device_count()} cuda devices on this node",
-                where="make_mesh",
-                rule="each process has a device of its own",
-                remedy='start fewer processes, or make_mesh(..., device="cpu")',
-            )
-        )
-    where = _local_gpu(where)
-    # No device_id: it would make new_group split the world's communicator, a call of all its ranks.
-    dist.init_process_group("nccl")
-    return where
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    """The device of a process group that is there already."""
-    if device is None:
-        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    return _local_gpu(torch.device(device))
-
-
-def _local_gpu(device: torch.device) -> torch.device:
-    if device.type != "cuda" or device.index is not None:
-        return device
-    local = int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))
-    device = torch.device("cuda", local % max(torch.cuda.device_count(), 1))
-    torch.cuda.set_device(device)
-    return device
 
 
 def _brief(ranks: tuple[int, ...]) -> str:

@@ -335,12 +335,13 @@ class Parallelized:
             rule for index, rule in enumerate(self._plan.activations) if index not in tracing.used_activations
         ]
         if unused:
+            seen = ", ".join(map(repr, dict.fromkeys(tracing.seen.values()))) or "none"
             raise PlanError(
                 explain(
                     f"activations rules that match nothing: {', '.join(map(repr, unused))}",
                     where=self._name,
                     rule="a rule fullmatches a module path + '.input' or '.output'",
-                    remedy=f"module paths seen: {', '.join(dict.fromkeys(tracing.seen)) or 'none'}",
+                    remedy=f"module paths seen: {seen}",
                 )
             )
 

@@ -18,10 +18,8 @@ from .. import _tree
 from .._compat import base_tensor
 from .._errors import ArgumentError, explain
 from .boundary import Static, leave
-from .dtensor import DTensor
+from .dtensor import DTensor, place
 from .layout import Layout
-from .locals import local_slice
-from .mesh import Mesh
 from .placements import P, Partial
 from .program.ir import Graph, Ref, refs_of
 from .program.mapped import MappedTrace, Variant, compile_mapped
@@ -192,26 +190,8 @@ def _as(cotangent: Any, layout: Layout, mapped: ShardMapped) -> Tensor:
     """The cotangent in the layout that the backward program takes."""
     base = base_tensor(cotangent)
     if not isinstance(base, DTensor):
-        return _Place.apply(cotangent, mapped.mesh, layout)  # pyright: ignore[reportReturnType]
+        return place(cotangent, mapped.mesh, layout)
     return cotangent if base.layout is layout else DTensor.redistribute(cotangent, layout.spec)
-
-
-class _Place(torch.autograd.Function):
-    """A plain global value to a DTensor; the gradient is the global one again."""
-
-    @staticmethod
-    def forward(tensor: Tensor, mesh: Mesh, layout: Layout) -> DTensor:
-        return DTensor([local_slice(tensor, layout, rank).clone() for rank in mesh.local_ranks], mesh, layout)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        plain = DTensor.full_tensor(gradient) if isinstance(base_tensor(gradient), DTensor) else gradient
-        return plain, None, None
 
 
 def _locals(tensor: Tensor) -> list[Tensor]:

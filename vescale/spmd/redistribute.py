@@ -166,7 +166,7 @@ def _simulated_exchange(step: Step) -> Collective:
 
 def _exchange(step: Step, mesh: Mesh) -> Collective:
     me, members = mesh.rank, group_ranks(mesh.abstract, step.axes, mesh.rank)
-    group = mesh.group(step.axes)
+    group = mesh.late_group(step.axes)
     packed, in_splits = pack([_blocks(step, me, peer) for peer in members])
     unpacked, out_splits = unpack([_blocks(step, peer, me) for peer in members], step.dst.local_shape(me))
     numel = math.prod(step.src.local_shape(me))
@@ -175,14 +175,14 @@ def _exchange(step: Step, mesh: Mesh) -> Collective:
         def gather(locals: Sequence[Tensor]) -> list[Tensor]:
             (tensor,) = locals
             flat = tensor.contiguous().view(-1)
-            return [unpacked((all_gather(flat, len(members), group),))]
+            return [unpacked((all_gather(flat, len(members), group()),))]
 
         return gather
 
     def exchange(locals: Sequence[Tensor]) -> list[Tensor]:
         (tensor,) = locals
         send = packed((tensor.contiguous(),))
-        return [unpacked((all_to_all(send, in_splits, out_splits, group),))]
+        return [unpacked((all_to_all(send, in_splits, out_splits, group()),))]
 
     return exchange
 
@@ -214,7 +214,7 @@ def _simulated_reduce(step: Step, reduce: Reduction) -> Collective:
 
 def _reduce_scatter(step: Step, mesh: Mesh, reduce: Reduction) -> Collective:
     me, members = mesh.rank, group_ranks(mesh.abstract, step.axes, mesh.rank)
-    group = mesh.group(step.axes)
+    group = mesh.late_group(step.axes)
     packed, in_splits = pack([_blocks(step, me, peer) for peer in members])
     # All contributions have the same shape here, and so the same order on the wire.
     unpacked, (numel,) = unpack([_blocks(step, me, me)], step.dst.local_shape(me))
@@ -223,7 +223,7 @@ def _reduce_scatter(step: Step, mesh: Mesh, reduce: Reduction) -> Collective:
     def apply(locals: Sequence[Tensor]) -> list[Tensor]:
         (tensor,) = locals
         send = packed((tensor.contiguous(),))
-        recv = all_to_all(send, in_splits, out_splits, group)
+        recv = all_to_all(send, in_splits, out_splits, group())
         return [unpacked((reduce.tree(recv.view(len(members), numel).unbind()),))]
 
     return apply
@@ -231,7 +231,7 @@ def _reduce_scatter(step: Step, mesh: Mesh, reduce: Reduction) -> Collective:
 
 def _all_reduce(step: Step, mesh: Mesh, reduce: Reduction) -> Collective:
     members = group_ranks(mesh.abstract, step.axes, mesh.rank)
-    group, count = mesh.group(step.axes), len(members)
+    group, count = mesh.late_group(step.axes), len(members)
     index = members.index(mesh.rank)
     shape = step.dst.local_shape(mesh.rank)
     numel = math.prod(shape)
@@ -242,25 +242,25 @@ def _all_reduce(step: Step, mesh: Mesh, reduce: Reduction) -> Collective:
         (tensor,) = locals
         flat = tensor.contiguous().view(-1)
         if tensor.nbytes * count <= GATHER_BYTES:
-            rows = all_gather(flat, count, group).view(count, numel)
+            rows = all_gather(flat, count, group()).view(count, numel)
             return [reduce.tree(rows.unbind()).view(shape)]
-        recv = all_to_all(flat, in_splits, [mine] * count, group)
+        recv = all_to_all(flat, in_splits, [mine] * count, group())
         total = reduce.tree(recv.view(count, mine).unbind())
         if len(set(in_splits)) == 1:
-            return [all_gather(total, count, group).view(shape)]
-        return [all_to_all(total.repeat(count), [mine] * count, in_splits, group).view(shape)]
+            return [all_gather(total, count, group()).view(shape)]
+        return [all_to_all(total.repeat(count), [mine] * count, in_splits, group()).view(shape)]
 
     return apply
 
 
 def _native_reduce(step: Step, mesh: Mesh, reduce: Reduction) -> Collective:
     me, members = mesh.rank, group_ranks(mesh.abstract, step.axes, mesh.rank)
-    group, index = mesh.group(step.axes), members.index(mesh.rank)
+    group, index = mesh.late_group(step.axes), members.index(mesh.rank)
 
     def all_reduce(locals: Sequence[Tensor]) -> list[Tensor]:
         (tensor,) = locals
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, reduce.native, group)
+        dist.all_reduce(total, reduce.native, group())
         return [reduce.finish(total)]
 
     if step.kind == "all_reduce":
@@ -271,6 +271,6 @@ def _native_reduce(step: Step, mesh: Mesh, reduce: Reduction) -> Collective:
     def scatter(locals: Sequence[Tensor]) -> list[Tensor]:
         (tensor,) = locals
         send = packed((tensor.contiguous(),))
-        return [unpacked((reduce.finish(reduce_scatter(send, splits, index, reduce.native, group)),))]
+        return [unpacked((reduce.finish(reduce_scatter(send, splits, index, reduce.native, group())),))]
 
     return scatter

@@ -80,6 +80,27 @@ class Step:
             return (others * (stop - start) + held - (stop - start)) * itemsize
         return (held - common_size(region(self.src, rank), region(self.dst, rank))) * itemsize
 
+    @property
+    def traffic(self) -> int:
+        """Elements that all ranks together receive: what plans are compared by.
+
+        One rank can't speak for the others. Who keeps nearly all of a ragged tensor receives more in a
+        reduce-scatter than in an all-reduce, which costs all of them together twice as much. In an
+        all_to_all what stays where it is is estimated, on a large mesh, from 64 ranks.
+        """
+        if not self.is_collective:
+            return 0
+        others, held = self.group_size - 1, _held(self.dst)
+        if self.kind == "reduce_scatter":
+            return others * held
+        if self.kind == "all_reduce":
+            return 2 * others * held // self.group_size
+        if self.kind == "all_gather":
+            return held - _held(self.src)
+        ranks = range(0, self.src.mesh.size, -(-self.src.mesh.size // 64))
+        stays = sum(common_size(region(self.src, rank), region(self.dst, rank)) for rank in ranks)
+        return max(held - stays * self.src.mesh.size // len(ranks), 0)
+
     def __repr__(self) -> str:
         over = f" over {', '.join(self.axes)}" if self.axes else ""
         return f"Step({self.kind}{over}: {self.src.spec} -> {self.dst.spec})"
@@ -166,17 +187,7 @@ def _reduce(src: Layout, dst: Layout, reduced: dict[str, str]) -> tuple[Step, ..
             + _finish(_with_partials(into, kept | left), into, tuple(left))
             + _exchange(into, dst)
         )
-    return min(candidates, key=lambda steps: (sum(map(_traffic, steps)), len(steps)))
-
-
-def _traffic(step: Step) -> int:
-    """Elements received by all ranks, or on a large mesh by 64 of them, evenly spaced.
-
-    One rank can't speak for the others: who keeps nearly all of a ragged tensor receives more in a
-    reduce-scatter than in an all-reduce, which costs all of them together twice as much.
-    """
-    size = step.src.mesh.size
-    return sum(step.bytes_moved(rank, 1) for rank in range(0, size, -(-size // 64)))
+    return min(candidates, key=lambda steps: (sum(s.traffic for s in steps), len(steps)))
 
 
 def _finish(src: Layout, dst: Layout, axes: tuple[str, ...]) -> tuple[Step, ...]:
@@ -287,6 +298,12 @@ def _with_partials(layout: Layout, partials: dict[str, str]) -> Layout:
     spec = [entry for entry in layout.spec.items() if not isinstance(entry[1], Partial)]
     spec += [(axis, Partial(op)) for axis, op in partials.items()]
     return Layout(layout.mesh, P.of(spec), layout.shape)
+
+
+def _held(layout: Layout) -> int:
+    """Elements that all ranks together hold: each as often as there are ranks along unsplit axes."""
+    parts = math.prod(layout.mesh.axis_size(axis) for axis in _split_axes(layout))
+    return math.prod(layout.shape) * layout.mesh.size // parts
 
 
 def _split_axes(layout: Layout) -> frozenset[str]:

@@ -377,11 +377,11 @@ def _bind_broadcast(group: Mesh, root: int) -> Collective:
         return lambda values: [values[root].clone() for _ in values]
     if group.size == 1:
         return lambda values: [values[0].clone()]
-    process_group = group.group(group.axis_names)
+    process_group = group.late_group(group.axis_names)
 
     def broadcast(values: Sequence[Tensor]) -> list[Tensor]:
         result = values[0].clone(memory_format=torch.contiguous_format)
-        dist.broadcast(result, group_src=root, group=process_group)
+        dist.broadcast(result, group_src=root, group=process_group())
         return [result]
 
     return broadcast
@@ -402,13 +402,13 @@ def _bind_permute(group: Mesh, sources: Sequence[int], shape: tuple[int, ...]) -
     receive = [numel if member == source else 0 for member in range(group.size)]
     if group.size == 1:
         return lambda values: [values[0].clone() if source == 0 else torch.zeros_like(values[0])]
-    process_group = group.group(group.axis_names)
+    process_group = group.late_group(group.axis_names)
 
     def permute(values: Sequence[Tensor]) -> list[Tensor]:
         (value,) = values
         flat = value.contiguous().view(-1)
         send = [flat.numel() if member == target else 0 for member in range(group.size)]
-        arrived = all_to_all(flat if target >= 0 else flat[:0], send, receive, process_group)
+        arrived = all_to_all(flat if target >= 0 else flat[:0], send, receive, process_group())
         return [arrived.view(shape) if source >= 0 else value.new_zeros(shape)]
 
     return permute

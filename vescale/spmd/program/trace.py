@@ -71,7 +71,7 @@ class Tracing:
     observer: Observer | None = None
     region: str = ""
     modules: list[str] = field(default_factory=list)  # the stack of running modules, by path
-    seen: dict[str, torch.nn.Module] = field(default_factory=dict)  # every module that ran, by path
+    seen: dict[torch.nn.Module, str] = field(default_factory=dict)  # paths of the modules that ran
 
     def seen_modules(self) -> list[tuple[torch.nn.Module, tuple[str, ...]]]:
         """The modules that ran, with the names of their scalar attributes: what a program may depend on."""
@@ -84,7 +84,7 @@ class Tracing:
                     if type(value) in (bool, int, float, str) and name != "training"
                 ),
             )
-            for module in self.seen.values()
+            for module in self.seen
         ]
 
 
@@ -163,9 +163,10 @@ class _Recorder(TorchDispatchMode):
         self.ids: dict[int, int] = {}
         self.metas: list[TensorMeta] = []
         self.nodes: list[Node] = []
-        self.hidden: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        self.hidden: dict[int, tuple[int, torch.Tensor, torch.Tensor, int]] = {}  # last: its version
         self.mutable: str | None = None
         self.line = ""
+        self.wrote = ""  # the line of an in-place op whose versions are not checked yet
         self.inputs = tuple(self.number(fake) for fake in fakes)
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -179,12 +180,15 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions such as prim.device, not computation
             return func(*args, **kwargs)
+        if self.wrote:  # torch counts the version up when the op has returned
+            self.check_inputs()
+            self.wrote = ""
         self.line = _user_line()
         args, kwargs = self.lift(args), {name: self.lift(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         if is_mutable(func):
             self.mutable = self.mutable or self.line
-            self.check_inputs()
+            self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         if self.tracing.observer is not None:
             self.tracing.observer.call(func, (*args, *kwargs.values()), outs)
@@ -217,8 +221,11 @@ class _Recorder(TorchDispatchMode):
                             remedy="pass it as an argument",
                         )
                     )
-                fake = self.fake_mode.from_tensor(value.detach())
-                self.hidden[id(value)] = (self.number(fake), value, fake)
+                with self.fake_mode:
+                    fake = torch.empty_strided(
+                        value.shape, value.stride(), dtype=value.dtype, device=value.device
+                    )
+                self.hidden[id(value)] = (self.number(fake), value, fake, value._version)
             return self.hidden[id(value)][2]
         if isinstance(value, (tuple, list)):
             return type(value)([self.lift(item) for item in value])
@@ -255,17 +262,17 @@ class _Recorder(TorchDispatchMode):
                 raise TraceError(
                     explain(
                         f"an in-place update of the argument {path!r}",
-                        where=self.line,
+                        where=self.wrote,
                         rule="a function doesn't mutate its arguments: its results are what it returns",
                         remedy="compute the new value out of place and return it",
                     )
                 )
-        for _, tensor, fake in self.hidden.values():
-            if fake._version:
+        for _, tensor, _, version in self.hidden.values():
+            if tensor._version != version:
                 raise TraceError(
                     explain(
                         f"an in-place update of a closed-over tensor of shape {tuple(tensor.shape)}",
-                        where=self.line,
+                        where=self.wrote,
                         rule="a function doesn't mutate what it closes over",
                         remedy="pass it as an argument and return the new value",
                     )
@@ -276,7 +283,7 @@ class _Recorder(TorchDispatchMode):
         outputs = tuple(self.refer(self.lift(result)) for result in results)
         self.graph = Graph(
             self.inputs,
-            tuple((value, tensor) for value, tensor, _ in self.hidden.values()),
+            tuple((value, tensor) for value, tensor, _, _ in self.hidden.values()),
             tuple(self.nodes),
             outputs,
             tuple(self.metas),
@@ -337,7 +344,7 @@ def _module_stack(tracing: Tracing) -> Iterator[None]:
         if current_trace() is not tracing:  # hooks are global: another thread is tracing this one
             return None
         tracing.modules.append(name_of(module))
-        tracing.seen[tracing.modules[-1]] = module
+        tracing.seen[module] = tracing.modules[-1]
         depth += 1
         return constrained(f"{tracing.modules[-1]}.input", args) if tracing.activations else None
 

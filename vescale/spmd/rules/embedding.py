@@ -22,6 +22,8 @@ def _own_rows(call: LocalCall) -> LocalCall:
 
 
 def _lookup_own(weight: Any, indices: Any, first: int, count: int) -> Any:
+    if not count:
+        return weight.new_zeros(*indices.shape, weight.shape[1])
     own = indices - first
     mine = (own >= 0) & (own < count)
     found = torch.embedding(weight, torch.where(mine, own, 0))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..program.ir import Node, TensorMeta
-from .notation import Dims, Pattern, argument, operand_metas, overloads, rule
+from .notation import Dims, LocalCall, Pattern, argument, operand_metas, overloads, rule
 
 aten = torch.ops.aten
 
@@ -74,18 +75,36 @@ def mean(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 
 @rule([aten.amax.default, aten.max.default])
 def amax(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
-    ndim = len(operand_metas(node, metas)[0].shape)
-    return reduction_pattern(
-        node, metas, reduced_dims(node, ndim), argument(node, 2, "keepdim", False), reduction="max"
-    )
+    return _extreme(node, metas, "max")
 
 
 @rule([aten.amin.default, aten.min.default])
 def amin(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
-    ndim = len(operand_metas(node, metas)[0].shape)
-    return reduction_pattern(
-        node, metas, reduced_dims(node, ndim), argument(node, 2, "keepdim", False), reduction="min"
-    )
+    return _extreme(node, metas, "min")
+
+
+def _extreme(node: Node, metas: Sequence[TensorMeta], reduction: str) -> Pattern:
+    def localise(call: LocalCall) -> LocalCall:
+        """A rank without elements contributes what any other value beats; torch would refuse."""
+        if math.prod(call.operands[0].local_shape(call.rank)):
+            return call
+        value = _beaten(call.meta.dtype, reduction)
+        kwargs = {"dtype": call.meta.dtype, "device": call.meta.device}
+        return replace(
+            call, fn=torch.full, args=(call.results[0].local_shape(call.rank), value), kwargs=kwargs
+        )
+
+    dims = reduced_dims(node, len(operand_metas(node, metas)[0].shape))
+    keepdim = argument(node, 2, "keepdim", False)
+    return reduction_pattern(node, metas, dims, keepdim, reduction=reduction, local=localise)
+
+
+def _beaten(dtype: torch.dtype, reduction: str) -> Any:
+    if dtype.is_floating_point:
+        return -math.inf if reduction == "max" else math.inf
+    if dtype is torch.bool:
+        return reduction == "min"
+    return torch.iinfo(dtype).min if reduction == "max" else torch.iinfo(dtype).max
 
 
 @rule(

@@ -88,6 +88,8 @@ def _nll_forward_own(
     log_probs: Any, target: Any, weight: Any, reduction: int, ignore_index: int, first: int, count: int
 ) -> Any:
     """The loss of the rank's own classes, and how many targets they are: both are contributions to a sum."""
+    if not count:
+        return log_probs.new_zeros(()), log_probs.new_zeros(())
     own = target - first
     mine = (own >= 0) & (own < count) & (target != ignore_index)
     picked = torch.gather(log_probs, -1, torch.where(mine, own, 0).unsqueeze(-1)).squeeze(-1)
@@ -176,9 +178,11 @@ def _cross_entropy_backward_own(
     first: int,
     count: int,
 ) -> Any:
+    result = torch.exp(log_probs)
+    if not count:
+        return result
     own = target - first
     mine = (own >= 0) & (own < count)
-    result = torch.exp(log_probs)
     one = torch.ones((), dtype=result.dtype, device=result.device)
     result.scatter_add_(
         -1, torch.where(mine, own, 0).unsqueeze(-1), torch.where(mine, -one, 0 * one).unsqueeze(-1)
