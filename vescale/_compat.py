@@ -63,3 +63,15 @@ def make_wrapper(
 # 2.11 - 2.13. As __torch_function__: calls go straight to __torch_dispatch__. The public default wraps
 # every result in the subclass, plain tensors too.
 disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """2.11 - 2.13. The tensor below torch.func's wrappers (grad levels, vmap), which hide who it is."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def inside_functorch() -> bool:
+    """2.11 - 2.13. Whether a transform of torch.func is running here: it would wrap what a trace makes."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -161,9 +161,9 @@ class DTensor(Tensor):
         placement an axis in the order of the mesh, is taken too. The gradient comes back in this tensor's
         layout. Where nothing has to move, the result may share memory with this tensor.
         """
-        spec = placements
+        spec, me = placements, _compat.base_tensor(self)  # torch.func's wrappers hide who it is
         if not isinstance(spec, P):
-            if torch_placements is None or not _is_mesh(spec, self.mesh):
+            if torch_placements is None or not _is_mesh(spec, me.mesh):
                 raise ArgumentError(
                     explain(
                         f"redistribute({placements!r}, {torch_placements!r})",
@@ -171,8 +171,8 @@ class DTensor(Tensor):
                         remedy="for example x.redistribute(vs.P(dp=vs.Shard(0)))",
                     )
                 )
-            spec = from_mesh_order(self.mesh.abstract, torch_placements)
-        layout = Layout(self.mesh.abstract, spec, self.layout.shape)
+            spec = from_mesh_order(me.mesh.abstract, torch_placements)
+        layout = Layout(me.mesh.abstract, spec, me.layout.shape)
         return _Redistribute.apply(self, layout)  # pyright: ignore[reportReturnType]
 
     def to_torch(self) -> torch_tensor.DTensor:
@@ -299,12 +299,13 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        layout = inputs[0].layout
+        layout = _compat.base_tensor(inputs[0]).layout
         ctx.spec = P.of((a, p) for a, p in layout.spec.items() if not isinstance(p, Partial))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.redistribute(ctx.spec) if isinstance(grad, DTensor) else grad, None
+        is_ours = isinstance(_compat.base_tensor(grad), DTensor)
+        return DTensor.redistribute(grad, ctx.spec) if is_ours else grad, None
 
 
 class _Full(torch.autograd.Function):
@@ -318,14 +319,35 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mesh, ctx.layout = inputs[0].mesh, inputs[0].layout
+        whole = _compat.base_tensor(inputs[0])
+        ctx.mesh, ctx.layout = whole.mesh, whole.layout
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        whole = replicated(ctx.mesh.abstract, ctx.layout.shape)
         spec = P.of((a, p) for a, p in ctx.layout.spec.items() if not isinstance(p, Partial))
-        pieces = [grad.detach().clone() for _ in ctx.mesh.local_ranks]
-        return DTensor(pieces, ctx.mesh, whole).redistribute(spec)
+        return place(grad, ctx.mesh, Layout(ctx.mesh.abstract, spec, ctx.layout.shape))
+
+
+class _Place(torch.autograd.Function):
+    """A global value that all ranks have, cut up; its gradient is a global value again."""
+
+    @staticmethod
+    def forward(value: Tensor, mesh: Mesh, layout: Layout) -> DTensor:
+        return DTensor([local_slice(value, layout, rank).clone() for rank in mesh.local_ranks], mesh, layout)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        is_ours = isinstance(_compat.base_tensor(grad), DTensor)
+        return DTensor.full_tensor(grad) if is_ours else grad, None, None
+
+
+def place(value: Tensor, mesh: Mesh, layout: Layout) -> DTensor:
+    """A global value that all ranks have, in a layout; nothing is checked, and gradients flow back."""
+    return _Place.apply(value, mesh, layout)  # pyright: ignore[reportReturnType]
 
 
 def distribute_tensor(tensor: Tensor, mesh: Mesh, placements: P) -> DTensor:

@@ -7,7 +7,6 @@ kept. Every other call flattens its arguments, looks the program up and runs it.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -20,14 +19,15 @@ from . import rules as _rules  # noqa: F401  (registers them)
 from .agree import digest
 from .dtensor import DTensor
 from .layout import Layout, replicated
-from .locals import local_slice
 from .plan import Plan
+from .boundary import Static, enter, leave
+from .signature import PARTS, Arguments, Signature
 from .program.agreement import Record, agree
 from .program.cache import CacheInfo, ProgramCache
 from .program.cleanup import cleanup
 from .program.ir import Graph, Ref, TensorMeta
-from .program.partition import partition
-from .program.program import Collectives, Program, as_text, collectives
+from .program.partition import Partitioned, partition
+from .program.program import Collectives, Program, as_text, collectives, compile_partitioned
 from .program.trace import Mark, Tracing, trace
 
 
@@ -76,44 +76,39 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = ()) -> Any
 
 
 @dataclass(frozen=True)
-class Signature:
-    """The arguments of one call: flat leaves and what they mean."""
+class Decision:
+    """All that is decided for a signature, without a rank."""
 
-    names: tuple[str, ...]  # of the arguments, in order
-    spec: _tree.TreeSpec
-    leaves: list[Any]
-    key: tuple[Any, ...]
+    graph: Graph
+    partitioned: Partitioned
+    layouts: tuple[Layout | None, ...]  # of each leaf; None for static ones
+    out_spec: _tree.TreeSpec
+    out_layouts: tuple[Layout | Static, ...]
+    donated: tuple[int, ...]
+    paths: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Entry:
     """What is kept for a signature."""
 
+    decision: Decision
     program: Program
-    layouts: tuple[Layout | None, ...]  # of each leaf; None for static ones
-    out_spec: _tree.TreeSpec
-    out_layouts: tuple[Any, ...]  # Layout of a tensor, or a static result
-    donated: tuple[int, ...]
-    paths: tuple[str, ...]
 
 
 class Lowered:
     """A decided program that has not run: what `fn` does on the mesh, for arguments like those given."""
 
-    def __init__(self, entry: Entry) -> None:
-        self._program = entry.program
+    def __init__(self, decision: Decision) -> None:
+        self._partitioned = decision.partitioned
 
     def as_text(self) -> str:
         """The program, one instruction a line, with the layout of each value and where it came from."""
-        return as_text(self._program.partitioned)
+        return as_text(self._partitioned)
 
     def collectives(self) -> Collectives:
         """Each collective in order: kind, axes, bytes that rank 0 receives, cause and source line."""
-        return collectives(self._program.partitioned)
-
-    def source(self, rank: int = 0) -> str:
-        """The generated Python of one hosted rank."""
-        return self._program.sources[rank]
+        return collectives(self._partitioned)
 
 
 class Parallelized:
@@ -130,42 +125,37 @@ class Parallelized:
             )
         self._fn, self._plan, self._donate = fn, plan, donate
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
-        self._parameters = inspect.signature(fn)
-        self._positional = tuple(
-            parameter.name
-            for parameter in self._parameters.parameters.values()
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        )
-        self._complete = len(self._positional) == len(self._parameters.parameters)
-        unknown = [name for name in donate if name not in self._parameters.parameters]
+        self._arguments = Arguments(fn)
+        unknown = [name for name in donate if name not in self._arguments.names]
         if unknown:
             raise ArgumentError(
                 explain(
                     f"donate={unknown}",
                     where=self._name,
-                    rule=f"the arguments are {', '.join(self._parameters.parameters)}",
+                    rule=f"the arguments are {', '.join(self._arguments.names)}",
                     remedy="name one of these",
                 )
             )
-        self._cache = ProgramCache[Entry](("argument names", "structure", "leaf", "mode", "module state"))
+        self._cache = ProgramCache[Entry]((*PARTS, "module state"))
         self._guards: dict[tuple[Any, ...], list[tuple[torch.nn.Module, tuple[str, ...]]]] = {}
         self._calls = 0
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1
-        signature = self._signature(args, kwargs)
+        signature = self._arguments.bind(args, kwargs)
         entry = self._cache.get((*signature.key, self._module_state(signature.key)))
         if entry is None:
-            entry = self._compile(signature)
+            decision = self._decide(signature)
             if not self._plan.mesh.is_simulated:
-                agree(self._plan.mesh, self._record(signature, entry))
+                agree(self._plan.mesh, self._record(signature, decision))
+            entry = Entry(decision, compile_partitioned(decision.partitioned, self._plan.mesh))
             self._cache.put((*signature.key, self._module_state(signature.key)), entry)
         return self._run(entry, signature.leaves)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The program for arguments like these, without running it or communicating."""
-        return Lowered(self._compile(self._signature(args, kwargs)))
+        return Lowered(self._decide(self._arguments.bind(args, kwargs)))
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses, and for each miss which part of the signature was new."""
@@ -173,64 +163,32 @@ class Parallelized:
 
     # One call.
 
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        if self._complete and not kwargs and len(args) <= len(self._positional):
-            names = self._positional[: len(args)]
-        else:
-            arguments = self._parameters.bind(*args, **kwargs).arguments
-            names, args = tuple(arguments), tuple(arguments.values())
-        leaves, spec = _tree.flatten(args)
-        return Signature(names, spec, leaves, (names, spec, tuple(map(_leaf_key, leaves)), _mode()))
-
     def _run(self, entry: Entry, leaves: list[Any]) -> Any:
-        mesh = self._plan.mesh
-        inputs: list[list[Any]] = [[] for _ in mesh.local_ranks]
-        for index, (leaf, layout) in enumerate(zip(leaves, entry.layouts, strict=True)):
-            if layout is None:
-                continue
-            if isinstance(leaf, DTensor):
-                if leaf.layout is not layout or leaf.mesh is not mesh:
-                    raise self._mismatch(entry.paths[index], leaf, layout)
-                for values, local in zip(inputs, leaf._locals, strict=True):
-                    values.append(local if local.is_contiguous() else local.contiguous())
-            else:
-                for values, rank in zip(inputs, mesh.local_ranks, strict=True):
-                    values.append(local_slice(leaf.detach(), layout, rank).contiguous())
-        for (_, tensor), layout in zip(entry.program.graph.hidden, entry.program.hidden_layouts, strict=True):
-            for values, rank in zip(inputs, mesh.local_ranks, strict=True):
-                values.append(local_slice(tensor.detach(), layout, rank))
-        for index in entry.donated:
+        mesh, decision = self._plan.mesh, entry.decision
+        hidden = [tensor for _, tensor in decision.graph.hidden]
+        inputs = enter(
+            mesh,
+            leaves,
+            decision.layouts,
+            hidden,
+            lambda index, leaf, layout: self._mismatch(decision.paths[index], leaf, layout),
+        )
+        for index in decision.donated:
             if isinstance(leaves[index], DTensor):
-                leaves[index].donate(f"argument {entry.paths[index]!r} of call {self._calls} of {self._name}")
-        results = entry.program(inputs)
-        outputs = [
-            DTensor([values[index] for values in results], mesh, layout)
-            if isinstance(layout, Layout)
-            else layout.value
-            for index, layout in enumerate(entry.out_layouts)
-        ]
-        return _tree.unflatten(entry.out_spec, outputs)
+                leaves[index].donate(f"argument {decision.paths[index]!r} of call {self._calls} of {self._name}")
+        outputs = leave(mesh, entry.program(inputs), decision.out_layouts)
+        return _tree.unflatten(decision.out_spec, outputs)
 
     # A miss.
 
-    def _compile(self, signature: Signature) -> Entry:
+    def _decide(self, signature: Signature) -> Decision:
         plan, mesh = self._plan, self._plan.mesh
-        paths = self._paths(signature)
-        tensors = [index for index, leaf in enumerate(signature.leaves) if isinstance(leaf, torch.Tensor)]
+        paths, tensors = signature.paths(), signature.tensors()
         layouts, marks = self._layouts(signature, paths)
         out_spec: list[_tree.TreeSpec] = []
 
         def flat(values: list[torch.Tensor]) -> list[Any]:
-            leaves = list(signature.leaves)
-            for index, value in zip(tensors, values, strict=True):
-                leaves[index] = value
-            args = _tree.unflatten(signature.spec, leaves)
-            result = (
-                self._fn(*args)
-                if signature.names == self._positional[: len(args)]
-                else self._apply(signature.names, args)
-            )
-            results, spec = _tree.flatten(result)
+            results, spec = _tree.flatten(self._arguments.call(signature, values))
             out_spec[:] = [spec]
             return results
 
@@ -257,9 +215,8 @@ class Parallelized:
             value for value, index in zip(graph.inputs, tensors, strict=True) if marks[index] is not None
         )
         partitioned = partition(graph, mesh.abstract, [*known, *hidden], wishes, parameters, names, results)
-        program = Program(graph, partitioned, mesh)
         out_layouts = tuple(
-            _Static(output) if number is None else partitioned.values[number].layout
+            Static(output) if number is None else partitioned.values[number].layout
             for output, number in zip(graph.outputs, partitioned.outputs, strict=True)
         )
         donated = tuple(
@@ -268,20 +225,7 @@ class Parallelized:
             if layouts[index] is not None
             and any(path == name or path.startswith(f"{name}.") for name in self._donate)
         )
-        return Entry(program, tuple(layouts), spec, out_layouts, donated, tuple(paths))
-
-    def _apply(self, names: tuple[str, ...], args: Sequence[Any]) -> Any:
-        bound = inspect.BoundArguments(self._parameters, dict(zip(names, args, strict=True)))  # type: ignore[arg-type]
-        return self._fn(*bound.args, **bound.kwargs)
-
-    def _paths(self, signature: Signature) -> list[str]:
-        """Dotted paths of the leaves, the argument's name first."""
-        paths, _, _ = _tree.flatten_with_path(_tree.unflatten(signature.spec, signature.leaves))
-        named = []
-        for path in paths:
-            position, _, rest = path.partition(".")
-            named.append(signature.names[int(position)] + (f".{rest}" if rest else ""))
-        return named
+        return Decision(graph, partitioned, tuple(layouts), spec, out_layouts, donated, tuple(paths))
 
     def _layouts(
         self, signature: Signature, paths: list[str]
@@ -408,13 +352,13 @@ class Parallelized:
             for module, names in self._guards.get(key, ())
         )
 
-    def _record(self, signature: Signature, entry: Entry) -> Record:
-        leaves = dict(zip(entry.paths, signature.leaves, strict=True))
+    def _record(self, signature: Signature, decision: Decision) -> Record:
+        leaves = dict(zip(decision.paths, signature.leaves, strict=True))
         shown = {
             path: f"{type(leaf).__name__} {TensorMeta.of(leaf)} {layout.spec}"
             if isinstance(leaf, torch.Tensor) and layout is not None
             else f"static {leaf!r}"
-            for (path, leaf), layout in zip(leaves.items(), entry.layouts, strict=True)
+            for (path, leaf), layout in zip(leaves.items(), decision.layouts, strict=True)
         }
         plain = {
             path: digest(leaf)
@@ -423,46 +367,9 @@ class Parallelized:
         }
         plain |= {
             f"closed-over tensor {number}": digest(tensor)
-            for number, (_, tensor) in enumerate(entry.program.graph.hidden)
+            for number, (_, tensor) in enumerate(decision.graph.hidden)
         }
-        return Record(self._calls, self._name, shown, entry.program.sequence, plain)
-
-
-@dataclass(frozen=True, slots=True)
-class _Static:
-    """A result that is no tensor."""
-
-    value: Any
-
-
-def _leaf_key(leaf: Any) -> Any:
-    if isinstance(leaf, DTensor):
-        return (leaf.layout.shape, leaf.dtype) if not leaf.layout.spec.items() else (leaf.layout, leaf.dtype)
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype
-    try:
-        hash(leaf)
-    except TypeError:
-        raise ArgumentError(
-            explain(
-                f"a static argument of type {type(leaf).__name__}: {leaf!r}",
-                rule="what is not a tensor is static, and part of the signature: it is hashable",
-                remedy="pass tensors, numbers, strings or other hashable values",
-            )
-        ) from None
-    return type(leaf), leaf
-
-
-def _mode() -> tuple[Any, ...]:
-    """The torch modes that change what a traced function means."""
-    return (
-        torch.get_default_dtype(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+        return Record(self._calls, self._name, shown, tuple(map(str, collectives(decision.partitioned))), plain)
 
 
 def _owner(path: str, parameters: dict[str, Any]) -> Any:

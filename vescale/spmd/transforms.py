@@ -155,3 +155,92 @@ def grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
         return (gradient, value[1]) if has_aux else gradient
 
     return transformed
+
+
+def vmap(fn: Callable, in_dims: Any = 0, out_dims: Any = 0, *, randomness: str = "error", chunk_size: int | None = None) -> Callable:
+    """fn over the slices of its arguments along a dim: torch.func.vmap for our trees.
+
+    `in_dims` is a dim, None for an argument that is not mapped, or one of these for each argument.
+    Collectives inside a mapped function work under it.
+
+    >>> import torch
+    >>> vmap(lambda x, y: (x * y["w"]).sum(), in_dims=(0, None))(torch.ones(3, 2), {"w": torch.ones(2)})
+    tensor([2., 2., 2.])
+    """
+
+    @wraps(fn)
+    def transformed(*args: Any) -> Any:
+        leaves, spec = _tree.flatten(args)
+        dims = [in_dims] * len(args) if in_dims is None or isinstance(in_dims, int) else list(in_dims)
+        each = [dim for dim, arg in zip(dims, args, strict=True) for _ in _tree.leaves(arg)]
+        out_spec: list[_tree.TreeSpec] = []
+
+        def flat(*values: Any) -> Any:
+            results, made = _tree.flatten(fn(*_tree.unflatten(spec, values)))
+            out_spec[:] = [made]
+            return tuple(results)
+
+        results = torch.func.vmap(flat, tuple(each), out_dims, randomness=randomness, chunk_size=chunk_size)(*leaves)
+        return _tree.unflatten(out_spec[0], results)
+
+    return transformed
+
+
+class _Remat(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(run: Callable, *tensors: torch.Tensor) -> Any:
+        return run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.run, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        tensors = ctx.saved_tensors
+        chosen = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
+
+        def some(*values: torch.Tensor) -> Any:
+            filled = list(tensors)
+            for index, value in zip(chosen, values, strict=True):
+                filled[index] = value
+            return ctx.run(*filled)
+
+        outputs, vjp = torch.func.vjp(some, *(tensors[index] for index in chosen))
+        given = tuple(torch.zeros_like(output) if gradient is None else gradient for output, gradient in zip(outputs, gradients, strict=True))
+        found = dict(zip(chosen, vjp(given), strict=True))
+        return (None, *(found.get(index) for index in range(len(tensors))))
+
+
+def remat(fn: Callable) -> Callable:
+    """fn, of which a gradient keeps the arguments only and computes the rest again: torch's checkpoint, JAX's remat.
+
+    Values and gradients are those of fn. Keyed draws inside are the same the second time, by
+    construction. Results are tensors; what fn closes over gets no gradient, so pass it.
+
+    >>> import torch
+    >>> grad(remat(lambda x: x.sin().sum()))(torch.zeros(2))
+    tensor([1., 1.])
+    """
+
+    @wraps(fn)
+    def transformed(*args: Any) -> Any:
+        leaves, spec = _tree.flatten(args)
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        out_spec: list[_tree.TreeSpec] = []
+
+        def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            filled = list(leaves)
+            for index, value in zip(places, tensors, strict=True):
+                filled[index] = value
+            results, made = _tree.flatten(fn(*_tree.unflatten(spec, filled)))
+            out_spec[:] = [made]
+            return tuple(results)
+
+        results = _Remat.apply(run, *(leaves[index] for index in places))
+        return _tree.unflatten(out_spec[0], results)  # pyright: ignore[reportArgumentType]
+
+    return transformed

@@ -6,23 +6,24 @@ for an op and its operands' layouts is made once and kept.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..._compat import OpOverload, is_mutable
 from ..._errors import ArgumentError, explain
+from ..boundary import Static, enter, leave
 from ..dtensor import DTensor
 from ..layout import Layout, replicated
-from ..locals import local_slice
 from ..mesh import Mesh
 from .cache import ProgramCache
 from .ir import TensorMeta
 from .partition import partition, without_partials
-from .program import Program
+from .program import Program, compile_partitioned
 from .trace import trace
 
-_programs = ProgramCache[tuple[Program, Any]](("op", "arguments", "mesh"), bound=4096)
+_programs = ProgramCache["_Op"](("op", "arguments", "mesh"), bound=4096)
 
 
 def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -53,37 +54,30 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if found is None:
         found = _compile(func, skeleton, tensors, layouts, mesh)
         _programs.put(key, found)
-    program, structure = found
-    inputs: list[list[Any]] = [[] for _ in mesh.local_ranks]
-    for tensor, layout in zip(tensors, layouts, strict=True):
-        locals = (
-            tensor._locals
-            if isinstance(tensor, DTensor)
-            else [local_slice(tensor, layout, rank) for rank in mesh.local_ranks]
-        )
-        for values, local in zip(inputs, locals, strict=True):
-            values.append(local)
-    results = program(inputs)
-    outputs = [
-        value if layout is None else DTensor([result[index] for result in results], mesh, layout)
-        for index, (value, layout) in enumerate(
-            zip(program.graph.outputs, program.output_layouts(), strict=True)
-        )
-    ]
-    return type(structure)(outputs) if structure is not None else outputs[0]
+    inputs = enter(mesh, tensors, layouts, (), lambda index, leaf, layout: AssertionError(layout))
+    outputs = leave(mesh, found.program(inputs), found.outputs)
+    return found.structure(outputs) if found.structure is not None else outputs[0]
+
+
+@dataclass(frozen=True)
+class _Op:
+    """The program of one op for operands in given layouts."""
+
+    program: Program
+    outputs: tuple[Layout | Static, ...]
+    structure: type | None  # what holds several results
 
 
 def _compile(
     func: OpOverload, skeleton: Any, tensors: list[torch.Tensor], layouts: list[Layout], mesh: Mesh
-) -> tuple[Program, Any]:
-    structure: list[Any] = [None]
+) -> _Op:
+    structure: list[type | None] = [None]
 
     def call(fakes: list[torch.Tensor]) -> list[Any]:
-        taken = iter(fakes)
-        args, kwargs = _fill(skeleton, taken)
+        args, kwargs = _fill(skeleton, iter(fakes))
         result = func(*args, **kwargs)
         if isinstance(result, (tuple, list)):
-            structure[0] = ()
+            structure[0] = type(result)
             return list(result)
         return [result]
 
@@ -91,7 +85,12 @@ def _compile(
     graph = trace(call, metas, [f"operand {index}" for index in range(len(tensors))])
     like = func.overloadpacket.__name__.endswith("_like")
     wishes = [without_partials(layouts[0]) if like else None for _ in graph.outputs]
-    return Program(graph, partition(graph, mesh.abstract, layouts, wishes), mesh), structure[0]
+    partitioned = partition(graph, mesh.abstract, layouts, wishes)
+    outputs = tuple(
+        Static(value) if number is None else partitioned.values[number].layout
+        for value, number in zip(graph.outputs, partitioned.outputs, strict=True)
+    )
+    return _Op(compile_partitioned(partitioned, mesh), outputs, structure[0])
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

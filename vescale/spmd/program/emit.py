@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..redistribute import bind_local
-from ..redistribute_plan import Step
 from ..rules.notation import LocalCall
 from .ir import Origin, Ref, map_args
 from .partition import Compute, Move, Partitioned
@@ -29,7 +28,6 @@ class Call:
 class Exchange:
     """A collective step; every rank of the mesh has the same one at the same place."""
 
-    step: Step
     source: int
     target: int
     origin: Origin
@@ -46,7 +44,7 @@ def emit(partitioned: Partitioned, rank: int) -> tuple[Instruction, ...]:
 def _emit(step: Compute | Move, partitioned: Partitioned, rank: int) -> Instruction:
     if isinstance(step, Move):
         if step.step.is_collective:
-            return Exchange(step.step, step.source, step.target, step.origin)
+            return Exchange(step.source, step.target, step.origin)
         return Call(bind_local(step.step, rank), (Ref(step.source),), {}, (step.target,), False, step.origin)
     node, values = step.node, partitioned.values
     numbers = iter(step.operands)

@@ -218,11 +218,8 @@ class _Walk:
         source = available.get(target)
         if source is not None:
             return self.view_again(value, source, target, cause, origin)
-        itemsize = self.metas[value].dtype.itemsize
         routes = [(layout, plan(layout, target)) for layout in available]
-        start, steps = min(
-            routes, key=lambda route: (sum(step.bytes_moved(0, itemsize) for step in route[1]), len(route[1]))
-        )
+        start, steps = min(routes, key=lambda route: (sum(step.traffic for step in route[1]), len(route[1])))
         return self.move(value, self.obtain(value, start, cause, origin), steps, cause, origin)
 
     def move(self, value: int, number: int, steps: Sequence[Step], cause: str, origin: Origin) -> int:

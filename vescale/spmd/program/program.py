@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from ..._compat import below_autograd
-from ..layout import Layout
 from ..mesh import Mesh
-from ..redistribute import bind
-from .codegen import generate
-from .emit import Exchange, emit
-from .ir import Graph, Ref, map_args
+from ..redistribute import Collective, bind
+from .codegen import Looks, generate
+from .emit import Instruction, emit
+from .ir import Ref, map_args
 from .partition import Compute, Move, Partitioned
 
 
@@ -98,39 +97,30 @@ def _arguments(step: Compute) -> str:
     return ", ".join(args + [f"{name}={map_args(value, local)}" for name, value in step.node.kwargs.items()])
 
 
-class Program:
-    """The compiled program of one signature on the ranks that this process hosts.
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What one rank runs: instructions over numbered values, and what its values look like."""
 
-    `digest` identifies the sequence of collectives: ranks must agree on it before the first one runs.
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+    looks: Looks
+
+
+class Program:
+    """The compiled programs of the ranks that this process hosts, for one signature.
+
+    `listings` are those of `mesh.local_ranks`, `exchanges` the bound collectives in order.
     """
 
-    def __init__(self, graph: Graph, partitioned: Partitioned, mesh: Mesh) -> None:
-        self.graph, self.partitioned, self.mesh = graph, partitioned, mesh
-        hidden = partitioned.inputs[len(graph.inputs) :]
-        self.hidden_layouts = tuple(partitioned.values[number].layout for number in hidden)
-        moves = [step for step in partitioned.steps if isinstance(step, Move) and step.step.is_collective]
-        self.sequence = tuple(map(str, collectives(partitioned)))
-        self.exchanges = [bind(move.step, mesh) for move in moves]
+    def __init__(self, mesh: Mesh, listings: Sequence[Listing], exchanges: Sequence[Collective]) -> None:
+        self.mesh, self.exchanges = mesh, list(exchanges)
         self.sources: list[str] = []
-        self.runs = [self._compile(rank) for rank in mesh.local_ranks]
-
-    def _compile(self, rank: int) -> Callable[[list[Any]], Any]:
-        values = self.partitioned.values
-
-        def looks(number: int) -> tuple[tuple[int, ...], torch.dtype]:
-            return values[number].layout.local_shape(rank), values[number].meta.dtype
-
-        run, source = generate(
-            emit(self.partitioned, rank), self.partitioned.inputs, self.partitioned.outputs, looks
-        )
-        self.sources.append(source)
-        return run
-
-    def output_layouts(self) -> list[Layout | None]:
-        return [
-            None if number is None else self.partitioned.values[number].layout
-            for number in self.partitioned.outputs
-        ]
+        self.runs: list[Callable[[list[Any]], Any]] = []
+        for listing in listings:
+            run, source = generate(listing.instructions, listing.inputs, listing.outputs, listing.looks)
+            self.runs.append(run)
+            self.sources.append(source)
 
     def __call__(self, inputs: list[list[Any]]) -> list[list[Any]]:
         """Local inputs of each hosted rank (lists that are emptied) -> local outputs of each."""
@@ -156,4 +146,15 @@ class Program:
         return results
 
 
-__all__ = ["CollectiveInfo", "Collectives", "Compute", "Exchange", "Program", "as_text", "collectives"]
+def compile_partitioned(partitioned: Partitioned, mesh: Mesh) -> Program:
+    """The program of decisions, for the ranks that `mesh` hosts here."""
+    values = partitioned.values
+
+    def listing(rank: int) -> Listing:
+        def looks(number: int) -> tuple[tuple[int, ...], torch.dtype]:
+            return values[number].layout.local_shape(rank), values[number].meta.dtype
+
+        return Listing(emit(partitioned, rank), partitioned.inputs, partitioned.outputs, looks)
+
+    moves = [step for step in partitioned.steps if isinstance(step, Move) and step.step.is_collective]
+    return Program(mesh, [listing(rank) for rank in mesh.local_ranks], [bind(move.step, mesh) for move in moves])

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ..._compat import FakeTensor, FakeTensorMode, TorchDispatchMode, data_dependent_errors, is_mutable
+from ..._compat import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, data_dependent_errors, is_mutable
 from ..._errors import TraceError, VescaleError, explain
 from ..layout import Layout
 from ..placements import P
@@ -48,6 +48,18 @@ class Mark:
     rest: Layout
 
 
+class Observer(Protocol):
+    """Is told of the tensors of a trace as they come: shard_map types them so."""
+
+    line: Callable[[], str]
+
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These are the inputs, in order."""
+
+    def call(self, op: OpOverload, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        """`op` made `results` of `operands` (tensors and others)."""
+
+
 @dataclass
 class Tracing:
     """What the transforms that run inside a trace need to know: see `current_trace`."""
@@ -56,6 +68,7 @@ class Tracing:
     marks: dict[int, Mark] = field(default_factory=dict)  # by id of the input
     activations: Sequence[tuple[re.Pattern[str], P]] = ()
     used_activations: set[int] = field(default_factory=set)
+    observer: Observer | None = None
     region: str = ""
     modules: list[str] = field(default_factory=list)  # the stack of running modules, by path
     seen: dict[torch.nn.Module, str] = field(default_factory=dict)  # paths of the modules that ran
@@ -117,6 +130,9 @@ def _record(
         fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=meta.device) for meta in inputs]
     recorder = _Recorder(fake_mode, fakes, paths, tracing)
     tracing.marks = {id(fake): mark for fake, mark in zip(fakes, marks, strict=False) if mark is not None}
+    if tracing.observer is not None:
+        tracing.observer.line = lambda: recorder.line or _user_line()
+        tracing.observer.inputs(fakes)
     run = torch.func.functionalize(fn) if functional else fn
     token = _current.set(tracing)
     try:
@@ -174,6 +190,8 @@ class _Recorder(TorchDispatchMode):
             self.mutable = self.mutable or self.line
             self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        if self.tracing.observer is not None:
+            self.tracing.observer.call(func, (*args, *kwargs.values()), outs)
         self.nodes.append(
             Node(
                 func,
@@ -323,6 +341,8 @@ def _module_stack(tracing: Tracing) -> Iterator[None]:
 
     def enter(module: torch.nn.Module, args: Any) -> Any:
         nonlocal depth
+        if current_trace() is not tracing:  # hooks are global: another thread is tracing this one
+            return None
         tracing.modules.append(name_of(module))
         tracing.seen[module] = tracing.modules[-1]
         depth += 1
@@ -330,6 +350,8 @@ def _module_stack(tracing: Tracing) -> Iterator[None]:
 
     def leave(module: torch.nn.Module, args: Any, output: Any) -> Any:
         nonlocal depth
+        if current_trace() is not tracing:
+            return None
         path = tracing.modules.pop()
         depth -= 1
         return constrained(f"{path}.output", output) if tracing.activations else None

@@ -1,0 +1,414 @@
+"""Mapped programs: a function of local tensors, traced at local shapes, to instructions and exchanges.
+
+There is nothing to decide here: the function says what it communicates. Each collective becomes an
+exchange within the groups of its axes, done by the same steps as a redistribution: a psum completes a
+Partial, an all_gather undoes a Shard, an all_to_all turns one Shard into another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..._errors import TraceError, explain
+from ..collective_ops import OPS
+from ..layout import AbstractMesh, Layout
+from ..mesh import Mesh, group_ranks, make_mesh
+from ..placements import P, Partial, Placement, RaggedShard, Shard
+from ..redistribute import Collective, bind, bind_local, plan
+from ..redistribute_plan import chunk
+from ..transport import all_to_all
+from ..varying import Apart, Lockstep, Mapped, within
+from .cleanup import cleanup
+from .emit import Call, Exchange, Instruction
+from .ir import Graph, Node, Ref, TensorMeta, map_args
+from .program import CollectiveInfo, Collectives, Listing, Program
+from .trace import Tracing, trace
+
+aten = torch.ops.aten
+
+LOCAL = ("pvary", "axis_index", "own_slice", "root_only")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The trace of one class of ranks, and the axes over which its outputs vary."""
+
+    graph: Graph
+    varying: tuple[frozenset[str], ...]
+
+
+@dataclass(frozen=True)
+class MappedTrace:
+    """A traced mapped function: one variant for each place on the axes along which shapes differ."""
+
+    mesh: AbstractMesh
+    apart: tuple[str, ...]
+    variants: Mapping[tuple[int, ...], Variant]
+
+    def variant(self, rank: int) -> Variant:
+        """That of a rank."""
+        coordinate = self.mesh.coordinate(rank)
+        return self.variants[tuple(coordinate[axis] for axis in self.apart)]
+
+    @property
+    def first(self) -> Variant:
+        return self.variant(0)
+
+
+def trace_mapped(
+    fn: Callable[[list[Tensor]], Sequence[Any]],
+    mesh: AbstractMesh,
+    axes: tuple[str, ...],
+    layouts: Sequence[Layout],
+    metas: Sequence[TensorMeta],
+    varying: Sequence[frozenset[str]],
+    paths: Sequence[str],
+) -> MappedTrace:
+    """Trace `fn` at the local shapes of inputs in `layouts` (`metas`: their dtypes), once a class of ranks."""
+    apart = frozenset(axis for layout in layouts for axis in uneven_axes(layout))
+    while True:
+        split = tuple(axis for axis in mesh.axis_names if axis in apart)
+        try:
+            return MappedTrace(mesh, split, _variants(fn, mesh, axes, layouts, metas, varying, paths, split))
+        except Apart as found:
+            apart |= frozenset(found.axes)
+
+
+def uneven_axes(layout: Layout) -> set[str]:
+    """The axes along which local shapes of the layout may differ."""
+    uneven = set()
+    for axis, placement in layout.spec.items():
+        if isinstance(placement, RaggedShard):
+            if len(placement.runs) > 1:
+                uneven.add(axis)
+        elif axis not in layout.digits and not isinstance(placement, Partial):
+            uneven.add(axis)
+    return uneven
+
+
+def _variants(
+    fn: Callable[[list[Tensor]], Sequence[Any]],
+    mesh: AbstractMesh,
+    axes: tuple[str, ...],
+    layouts: Sequence[Layout],
+    metas: Sequence[TensorMeta],
+    varying: Sequence[frozenset[str]],
+    paths: Sequence[str],
+    apart: tuple[str, ...],
+) -> dict[tuple[int, ...], Variant]:
+    places = [dict(zip(apart, place)) for place in product(*(range(mesh.axis_size(axis)) for axis in apart))]
+    lockstep = Lockstep(places)
+
+    def traced(place: Mapping[str, int]) -> Variant:
+        rank = rank_at(mesh, place)
+        local = [TensorMeta(layout.local_shape(rank), meta.dtype, meta.device) for layout, meta in zip(layouts, metas, strict=True)]
+        mapped = Mapped(mesh, axes, place, lockstep, given=varying)
+        outputs: list[frozenset[str]] = []
+
+        def run(tensors: list[Tensor]) -> Sequence[Any]:
+            results = within(mapped, lambda: fn(tensors))
+            outputs[:] = [mapped.over(result) if isinstance(result, Tensor) else frozenset() for result in results]
+            return results
+
+        return Variant(cleanup(trace(run, local, paths, Tracing(observer=mapped))), tuple(outputs))
+
+    calls = [lambda place=place: traced(place) for place in places]
+    variants = dict(zip((tuple(place.values()) for place in places), lockstep.run(calls), strict=True))
+    _check_sequences(variants, apart)
+    return variants
+
+
+def rank_at(mesh: AbstractMesh, place: Mapping[str, int]) -> int:
+    """The first rank with these coordinates."""
+    rank = 0
+    for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
+        rank = rank * size + place.get(axis, 0)
+    return rank
+
+
+def exchanges_of(graph: Graph) -> list[Node]:
+    """The collectives of a graph that exchange something, in order."""
+    return [node for node in graph.nodes if _name(node) is not None and _name(node) not in LOCAL]
+
+
+def _name(node: Node) -> str | None:
+    name = node.op.overloadpacket.__name__
+    return name if node.op.namespace == "vescale" and name in OPS else None
+
+
+def _check_sequences(variants: Mapping[tuple[int, ...], Variant], apart: tuple[str, ...]) -> None:
+    first, *others = variants
+    mine = [(_name(node), node.args[1]) for node in exchanges_of(variants[first].graph)]
+    for place in others:
+        theirs = [(_name(node), node.args[1]) for node in exchanges_of(variants[place].graph)]
+        if mine != theirs:
+            index = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
+            shown = [f"{calls[index][0]} over {', '.join(calls[index][1])}" if index < len(calls) else "none" for calls in (mine, theirs)]
+            raise TraceError(
+                explain(
+                    f"collective {index} is {shown[0]} at {dict(zip(apart, first))} and {shown[1]} at {dict(zip(apart, place))}",
+                    rule="all ranks run the same collectives in the same order",
+                    remedy="don't branch on local shapes around a collective",
+                )
+            )
+
+
+def collectives_of(traced: MappedTrace, rank: int = 0) -> Collectives:
+    """The collectives of a mapped function as a table."""
+    graph = traced.variant(rank).graph
+    found = []
+    for node in exchanges_of(graph):
+        meta, (out,) = graph.metas[node.args[0].id], node.outs
+        assert out is not None and _name(node) is not None
+        count = 1
+        for axis in node.args[1]:
+            count *= traced.mesh.axis_size(axis)
+        received = {"psum": 2 * meta.nbytes * (count - 1) // count}.get(_name(node) or "", graph.metas[out].nbytes * (count - 1) // count)
+        found.append(CollectiveInfo(_name(node) or "", tuple(node.args[1]), received, str(meta), "called", str(node.origin)))
+    return Collectives(found)
+
+
+# Instructions.
+
+
+def compile_mapped(traced: MappedTrace, mesh: Mesh, graphs: Callable[[Variant], Graph] = lambda variant: variant.graph) -> Program:
+    """The program of the ranks that `mesh` hosts; `graphs` may choose a part of each variant."""
+
+    def listing(rank: int) -> Listing:
+        graph = graphs(traced.variant(rank))
+        inputs = (*graph.inputs, *(value for value, _ in graph.hidden))
+        same: dict[int, int] = {}
+        instructions = [made for node in graph.nodes if (made := _instruction(node, mesh.abstract, rank, same)) is not None]
+        outputs = tuple(same.get(output.id, output.id) if isinstance(output, Ref) else None for output in graph.outputs)
+        return Listing(tuple(instructions), inputs, outputs, lambda value: (graph.metas[value].shape, graph.metas[value].dtype))
+
+    counts = len(exchanges_of(graphs(traced.first)))
+    nodes = {place: exchanges_of(graphs(variant)) for place, variant in traced.variants.items()}
+
+    def node_of(index: int) -> Callable[[int], tuple[Node, Graph]]:
+        def find(rank: int) -> tuple[Node, Graph]:
+            coordinate = mesh.abstract.coordinate(rank)
+            place = tuple(coordinate[axis] for axis in traced.apart)
+            return nodes[place][index], graphs(traced.variants[place])
+
+        return find
+
+    return Program(mesh, [listing(rank) for rank in mesh.local_ranks], [_bind_groups(mesh, node_of(index)) for index in range(counts)])
+
+
+def _instruction(node: Node, mesh: AbstractMesh, rank: int, same: dict[int, int]) -> Instruction | None:
+    rename = lambda ref: Ref(same.get(ref.id, ref.id))  # noqa: E731
+    args = map_args(node.args, rename)
+    name = _name(node)
+    if name is None:
+        kwargs = {key: map_args(value, rename) for key, value in node.kwargs.items()}
+        fn: Any = torch.reshape if node.op in (aten.view.default, aten._unsafe_view.default) else node.op
+        return Call(fn, args, kwargs, node.outs, node.returns_list, node.origin)
+    (out,), source, axes = node.outs, args[0], args[1]
+    assert out is not None
+    if name == "pvary":
+        same[out] = source.id
+        return None
+    index = member_index(mesh, axes, rank)
+    if name == "axis_index":
+        return Call(torch.full, ((), index), {"dtype": torch.int64}, node.outs, False, node.origin)
+    if name == "own_slice":
+        _, _, dim, sizes, own = args
+        return Call(torch.narrow, (source, dim, sum(sizes[:index]), own), {}, node.outs, False, node.origin)
+    if name == "root_only":
+        if index == args[2]:
+            same[out] = source.id
+            return None
+        return Call(torch.zeros_like, (source,), {}, node.outs, False, node.origin)
+    return Exchange(source.id, out, node.origin)
+
+
+def member_index(mesh: AbstractMesh, axes: Sequence[str], rank: int) -> int:
+    """The place of `rank` among the members of its group over `axes`, the first named outermost."""
+    coordinate, index = mesh.coordinate(rank), 0
+    for axis in axes:
+        index = index * mesh.axis_size(axis) + coordinate[axis]
+    return index
+
+
+# Exchanges: one collective within every group of its axes.
+
+
+def _bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Collective:
+    axes = tuple(node_of(mesh.local_ranks[0])[0].args[1])
+    if not mesh.is_simulated:
+        return _bind(*node_of(mesh.rank), mesh[axes])
+    inside = make_mesh({axis: mesh.abstract.axis_size(axis) for axis in mesh.axis_names if axis in axes}, backend="simulated")
+    groups: dict[tuple[int, ...], Collective] = {}
+    for rank in range(mesh.size):
+        members = group_ranks(mesh.abstract, axes, rank)
+        if members not in groups:
+            groups[members] = _bind(*node_of(members[0]), inside)
+
+    def exchange(locals: Sequence[Tensor]) -> list[Tensor]:
+        results: list[Any] = [None] * len(locals)
+        for members, run in groups.items():
+            for member, result in zip(members, run([locals[member] for member in members]), strict=True):
+                results[member] = result
+        return results
+
+    return exchange
+
+
+def _bind(node: Node, graph: Graph, group: Mesh) -> Collective:
+    """The collective over a group of ranks, a mesh of its own."""
+    name, shape = _name(node), graph.metas[node.args[0].id].shape
+    axes = tuple(node.args[1])
+    if name in ("psum", "pmax", "pmin"):
+        src = P.of((axis, Partial(name.removeprefix("p"))) for axis in axes)
+        return _steps(group, shape, src, P())
+    if name in ("all_gather", "all_gather_invariant"):
+        _, _, dim, sizes = node.args
+        return _along(group, axes, shape, dim, sizes, gather=True)
+    if name == "psum_scatter":
+        _, _, dim, sizes, _ = node.args
+        return _along(group, axes, shape, dim, sizes, gather=False)
+    if name == "all_to_all":
+        return _bind_all_to_all(group, axes, shape, *node.args[2:6])
+    order = [_mesh_index(group.abstract, axes, member) for member in range(group.size)]
+    if name == "broadcast":
+        return _bind_broadcast(group, order[node.args[2]])
+    assert name == "ppermute"
+    _, _, sources, result_shape = node.args
+    from_mesh = [-1] * group.size
+    for target, source in enumerate(sources):
+        from_mesh[order[target]] = order[source] if source >= 0 else -1
+    return _bind_permute(group, from_mesh, tuple(result_shape))
+
+
+def _steps(group: Mesh, shape: Sequence[int], src: P, dst: P) -> Collective:
+    runs = []
+    for step in plan(Layout(group.abstract, src, tuple(shape)), Layout(group.abstract, dst, tuple(shape))):
+        if step.is_collective:
+            runs.append(bind(step, group))
+        else:
+            local = [bind_local(step, rank) for rank in group.local_ranks]
+            runs.append(lambda values, local=local: [fn(value) for fn, value in zip(local, values, strict=True)])
+    if not runs:
+        return lambda values: [value.clone() for value in values]
+    if len(runs) == 1:
+        return runs[0]
+
+    def chain(values: Sequence[Tensor]) -> list[Tensor]:
+        for run in runs:
+            values = run(values)
+        return list(values)
+
+    return chain
+
+
+def _is_chunked(sizes: Sequence[int]) -> bool:
+    total, count = sum(sizes), len(sizes)
+    return list(sizes) == [stop - start for start, stop in (chunk(total, count, index) for index in range(count))]
+
+
+def _split_spec(axes: tuple[str, ...], dim: int, sizes: Sequence[int]) -> tuple[P, bool]:
+    """The placements of parts of these sizes along `dim`; True when they are of dim 0 in its place."""
+    if len(set(sizes)) == 1 or (len(axes) == 1 and _is_chunked(sizes)):
+        return P.of((axis, Shard(dim)) for axis in axes), False
+    if len(axes) > 1:
+        raise TraceError(
+            explain(
+                f"parts of {list(sizes)} over {', '.join(axes)}",
+                rule="over several axes at once the parts of a dim have one size",
+                remedy="gather over one axis after the other",
+            )
+        )
+    placement: Placement = RaggedShard.from_sizes((0,), sizes)
+    return P.of([(axes[0], placement)]), True
+
+
+def _along(group: Mesh, axes: tuple[str, ...], shape: Sequence[int], dim: int, sizes: Sequence[int], gather: bool) -> Collective:
+    spec, moved = _split_spec(axes, dim, sizes)
+    whole = [sum(sizes) if index == dim else size for index, size in enumerate(shape)]
+    if moved:
+        whole.insert(0, whole.pop(dim))
+    partial = P.of((axis, Partial()) for axis in axes)
+    run = _steps(group, whole, spec, P()) if gather else _steps(group, whole, partial, spec)
+    if not moved or dim == 0:
+        return run
+    return lambda values: [result.movedim(0, dim) for result in run([value.movedim(dim, 0).contiguous() for value in values])]
+
+
+def _bind_all_to_all(group: Mesh, axes: tuple[str, ...], shape: Sequence[int], split: int, concat: int, split_sizes: Sequence[int], concat_sizes: Sequence[int]) -> Collective:
+    if split == concat:
+        count, part = len(split_sizes), split_sizes[0]
+        rest = [size for dim, size in enumerate(shape) if dim != split]
+        run = _steps(group, [count, count, part, *rest], P.of((axis, Shard(0)) for axis in axes), P.of((axis, Shard(1)) for axis in axes))
+
+        def exchange(values: Sequence[Tensor]) -> list[Tensor]:
+            cut = [value.movedim(split, 0).reshape(1, count, part, *rest) for value in values]
+            return [result.reshape(count * part, *rest).movedim(0, split) for result in run(cut)]
+
+        return exchange
+    whole = [sum(concat_sizes) if dim == concat else size for dim, size in enumerate(shape)]
+    source, moved = _split_spec(axes, concat, concat_sizes)
+    if not moved:
+        target, _ = _split_spec(axes, split, split_sizes)
+        return _steps(group, whole, source, target)
+    whole.insert(0, whole.pop(concat))
+    at = split + 1 if split < concat else split
+    run = _steps(group, whole, source, P.of((axis, Shard(at)) for axis in axes))
+    return lambda values: [result.movedim(0, concat) for result in run([value.movedim(concat, 0).contiguous() for value in values])]
+
+
+def _mesh_index(mesh: AbstractMesh, axes: Sequence[str], member: int) -> int:
+    """The rank in `mesh` of the member number `member` in the order of `axes`."""
+    place: dict[str, int] = {}
+    for axis in reversed(axes):
+        member, place[axis] = divmod(member, mesh.axis_size(axis))
+    return rank_at(mesh, place)
+
+
+def _bind_broadcast(group: Mesh, root: int) -> Collective:
+    if group.is_simulated:
+        return lambda values: [values[root].clone() for _ in values]
+    if group.size == 1:
+        return lambda values: [values[0].clone()]
+    process_group = group.late_group(group.axis_names)
+
+    def broadcast(values: Sequence[Tensor]) -> list[Tensor]:
+        result = values[0].clone(memory_format=torch.contiguous_format)
+        dist.broadcast(result, group_src=root, group=process_group())
+        return [result]
+
+    return broadcast
+
+
+def _bind_permute(group: Mesh, sources: Sequence[int], shape: tuple[int, ...]) -> Collective:
+    if group.is_simulated:
+        return lambda values: [
+            values[source].clone() if source >= 0 else values[target].new_zeros(values[target].shape)
+            for target, source in enumerate(sources)
+        ]
+    me = group.rank
+    source = sources[me]
+    target = sources.index(me) if me in sources else -1
+    numel = 1
+    for size in shape:
+        numel *= size
+    receive = [numel if member == source else 0 for member in range(group.size)]
+    if group.size == 1:
+        return lambda values: [values[0].clone() if source == 0 else torch.zeros_like(values[0])]
+    process_group = group.late_group(group.axis_names)
+
+    def permute(values: Sequence[Tensor]) -> list[Tensor]:
+        (value,) = values
+        flat = value.contiguous().view(-1)
+        send = [flat.numel() if member == target else 0 for member in range(group.size)]
+        arrived = all_to_all(flat if target >= 0 else flat[:0], send, receive, process_group())
+        return [arrived.view(shape) if source >= 0 else value.new_zeros(shape)]
+
+    return permute

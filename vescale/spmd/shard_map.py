@@ -1,0 +1,484 @@
+"""`vs.shard_map`: a function of local shards, with placements as annotations.
+
+Every rank calls the function on its part of each argument; the parts of the results make the global
+results. What the function communicates it says itself, by axis name (`collectives`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from .. import _tree
+from .._compat import base_tensor
+from .._errors import ArgumentError, LayoutError, ShardingError, VescaleError, explain
+from .agree import digest
+from .boundary import Static, enter, leave
+from .collective_ops import pvary
+from .dtensor import DTensor
+from .layout import Layout
+from .mesh import Mesh
+from .placements import P, Partial, RaggedShard, Replicate
+from .program.agreement import Record, agree
+from .program.cache import CacheInfo, ProgramCache
+from .program.ir import Ref, TensorMeta
+from .program.mapped import MappedTrace, collectives_of, compile_mapped, rank_at, trace_mapped
+from .program.program import Collectives, Program
+from .pullback import Pullback, call, compile_pullback, cotangent_layout, differentiable
+from .signature import PARTS, Arguments, Signature
+from .varying import current_map
+
+_UNSAID = object()
+
+
+def shard_map(
+    fn: Any = None,
+    /,
+    *,
+    mesh: Mesh,
+    in_specs: Any = _UNSAID,
+    out_specs: Any = _UNSAID,
+    axis_names: Sequence[str] | None = None,
+    check: bool = True,
+) -> Any:
+    """Map `fn` over the shards of its arguments: every rank of `mesh` runs it on its own part.
+
+        shard_map(fn, mesh=mesh, in_specs=(P(dp=Shard(0)), P()), out_specs=P())
+        @shard_map(mesh=mesh)   # and then the specs are fn's annotations
+
+    `in_specs` holds a `P` for each argument, or a tree of them: a prefix of the argument's tree, where one P
+    stands for a subtree. `out_specs` likewise for the result. Where they are left out, they are the
+    annotations of fn: `x: Annotated[Tensor, P(dp=Shard(0))]`, and a bare `x: P(...)` too.
+
+    An argument is a DTensor in the layout of its spec, or a plain tensor: the global value, cut up as the
+    spec says. Leaves that are not tensors are static. What fn closes over is the same on all ranks.
+    Results are DTensors. An axis that a spec does not mention must find the value equal along it: a result that
+    differs there is an error, unless `check=False`. A Partial in a spec is a contribution to a sum.
+
+    Inside, values that vary over an axis and values that do not are told apart, and gradients of the latter
+    are full sums, equal on all ranks (see `varying`). Gradients flow through from outside too.
+
+    `axis_names`: the axes that are mapped (all, by default); values are whole over the others.
+
+    Raises, before any communication: ArgumentError when a spec does not fit its tree, or a dim does not
+    divide into a ragged spec; ShardingError when a result varies over an axis that its spec leaves
+    out; TraceError for collectives that depend on values.
+
+    >>> import torch, vescale as vs
+    >>> mesh = vs.make_mesh({"dp": 2})
+    >>> @vs.shard_map(mesh=mesh, in_specs=(vs.P("dp"), vs.P()), out_specs=vs.P())
+    ... def loss(x, w):
+    ...     return vs.psum((x * w).sum(), "dp")
+    >>> loss(torch.arange(4.0), torch.tensor(2.0)).full_tensor()
+    tensor(12.)
+    >>> vs.grad(loss, argnums=1)(torch.arange(4.0), torch.tensor(2.0))
+    tensor(6.)
+    """
+    if fn is None:
+        return lambda function: shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check=check
+        )
+    return ShardMapped(fn, mesh, in_specs, out_specs, axis_names, check)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is kept for a signature: the trace, its program, and how to cross the boundary."""
+
+    traced: MappedTrace
+    program: Program
+    layouts: tuple[Layout | None, ...]
+    out_spec: _tree.TreeSpec
+    out_layouts: tuple[Layout | Static, ...]
+    paths: tuple[str, ...]
+
+
+class ShardMapped:
+    """A mapped function: see `shard_map`."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        in_specs: Any,
+        out_specs: Any,
+        axis_names: Sequence[str] | None,
+        check: bool,
+    ) -> None:
+        if not callable(fn):
+            raise ArgumentError(explain(f"shard_map({fn!r})", rule="the first argument is a function", remedy="pass the function to map"))
+        self._fn, self.mesh, self._check = fn, mesh, check
+        self.name = getattr(fn, "__qualname__", type(fn).__name__)
+        self._axes = tuple(mesh.axis_names if axis_names is None else axis_names)
+        for axis in self._axes:
+            mesh.abstract.check_axis(axis, where=f"axis_names of shard_map({self.name})")
+        self._arguments = Arguments(fn)
+        hints = _annotated(fn) if in_specs is _UNSAID or out_specs is _UNSAID else {}
+        self._in_specs = self._from_hints(hints) if in_specs is _UNSAID else in_specs
+        self._out_specs = self._out_hint(hints) if out_specs is _UNSAID else out_specs
+        self._check_specs()
+        self._cache = ProgramCache[Entry](PARTS)
+        self._pullbacks = ProgramCache[Pullback](PARTS)
+        self._products = ProgramCache[ShardMapped](PARTS)
+        self._calls = 0
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        signature = self._arguments.bind(args, kwargs)
+        tensors = [signature.leaves[index] for index in signature.tensors()]
+        wrapped = [base_tensor(tensor) for tensor in tensors]
+        if any(base is not tensor for base, tensor in zip(wrapped, tensors, strict=True)):
+            # Under torch.func: what the arguments are is below its wrappers.
+            signature = self._arguments.with_tensors(signature, wrapped)
+            return call(self, signature, tensors)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return call(self, signature, tensors)
+        entry = self._entry(signature)
+        results = self.run(entry, entry.program, signature.leaves)
+        return _tree.unflatten(entry.out_spec, leave(self.mesh, results, entry.out_layouts))
+
+    def collectives(self, *args: Any, **kwargs: Any) -> Collectives:
+        """The collectives that a call with arguments like these makes, as a table; nothing runs."""
+        return collectives_of(self._trace(self._arguments.bind(args, kwargs)).traced)
+
+    def cache_info(self) -> CacheInfo:
+        """Hits, misses, and for each miss which part of the signature was new."""
+        return self._cache.info()
+
+    # Specs.
+
+    def _from_hints(self, hints: dict[str, Any]) -> dict[str, Any]:
+        missing = [name for name in self._arguments.names if name not in hints]
+        if missing:
+            raise ArgumentError(explain(f"no spec for {', '.join(missing)}", where=f"annotations of {self.name}", rule="without in_specs each argument is annotated with its placements", remedy=f"{missing[0]}: Annotated[Tensor, vs.P(...)], or pass in_specs="))
+        return {name: hints[name] for name in self._arguments.names}
+
+    def _out_hint(self, hints: dict[str, Any]) -> Any:
+        if "return" not in hints:
+            raise ArgumentError(explain("no spec for the result", where=f"annotations of {self.name}", rule="without out_specs the result is annotated with its placements", remedy="-> Annotated[Tensor, vs.P(...)], or pass out_specs="))
+        return hints["return"]
+
+    def _check_specs(self) -> None:
+        for where, specs in (("in_specs", self._in_specs), ("out_specs", self._out_specs)):
+            for path, spec in zip(*_tree.flatten_with_path(specs, _is_spec)[:2], strict=True):
+                if not isinstance(spec, P):
+                    raise ArgumentError(explain(f"{where}{f'.{path}' if path else ''} = {spec!r}", where=f"shard_map of {self.name}", rule="a spec is a P of placements by axis name", remedy="vs.P() for a value that is whole on every rank"))
+                for axis in spec:
+                    self.mesh.abstract.check_axis(axis, where=f"{where} of shard_map({self.name})")
+                    if axis not in self._axes and not isinstance(spec[axis], Replicate):
+                        raise ArgumentError(explain(f"{where} mentions axis {axis!r}", where=f"shard_map of {self.name}", rule=f"specs speak of the mapped axes: {', '.join(self._axes)}", remedy=f"add {axis!r} to axis_names, or leave it out of the spec"))
+
+    def _leaf_specs(self, signature: Signature) -> list[P]:
+        """One spec a leaf."""
+        if isinstance(self._in_specs, dict) and set(self._in_specs) == set(self._arguments.names):
+            specs = tuple(self._in_specs[name] for name in signature.names)
+        else:
+            specs = tuple(self._in_specs) if isinstance(self._in_specs, (tuple, list)) else (self._in_specs,) * len(signature.names)
+            if len(specs) != len(signature.names):
+                raise ArgumentError(explain(f"{len(specs)} in_specs for the arguments {', '.join(signature.names)}", where=f"shard_map of {self.name}", rule="there is one entry an argument", remedy="vs.P() for an argument that is whole on every rank"))
+        args = _tree.unflatten(signature.spec, signature.leaves)
+        return [
+            spec
+            for name, one, arg in zip(signature.names, specs, args, strict=True)
+            for spec in _tree.broadcast_prefix(one, arg, _is_spec, where=f"in_specs of {name!r}, shard_map of {self.name}")
+        ]
+
+    def _layouts(self, signature: Signature, paths: Sequence[str]) -> list[Layout | None]:
+        layouts: list[Layout | None] = []
+        problems: list[str] = []
+        for path, leaf, spec in zip(paths, signature.leaves, self._leaf_specs(signature), strict=True):
+            if not isinstance(leaf, Tensor):
+                layouts.append(None)
+                continue
+            try:
+                layout = Layout(self.mesh.abstract, spec, tuple(leaf.shape))
+            except LayoutError as error:
+                problems.append(f"{path} of shape {tuple(leaf.shape)}: {error}")
+                continue
+            if isinstance(leaf, DTensor) and (leaf.mesh is not self.mesh or leaf.layout is not layout):
+                problems.append(str(self._mismatch(path, leaf, layout)))
+            layouts.append(layout)
+        if problems:
+            raise ArgumentError("\n".join([f"shard_map of {self.name}: arguments that don't fit their specs", *problems]))
+        return layouts
+
+    def _mismatch(self, path: str, leaf: DTensor, layout: Layout) -> ArgumentError:
+        if leaf.mesh is not self.mesh:
+            return ArgumentError(explain(f"{path} lives on {leaf.mesh}", where=f"shard_map of {self.name}", rule=f"arguments live on the mapped mesh object, {self.mesh}", remedy="make one mesh and use it for both"))
+        return ArgumentError(explain(f"{path} has the layout {leaf.layout.spec}", where=f"shard_map of {self.name}", rule=f"its spec says {layout.spec}", remedy=f"call {path.split('.')[0]}.redistribute(vs.{layout.spec!r}) first"))
+
+    # Tracing.
+
+    def _entry(self, signature: Signature) -> Entry:
+        entry = self._cache.get(signature.key)
+        if entry is None:
+            made = self._trace(signature)
+            if not self.mesh.is_simulated:
+                agree(self.mesh, self._record(signature, made))
+            entry = Entry(made.traced, compile_mapped(made.traced, self.mesh), made.layouts, made.out_spec, made.out_layouts, made.paths)
+            self._cache.put(signature.key, entry)
+        return entry
+
+    def _trace(self, signature: Signature) -> _Traced:
+        paths = tuple(signature.paths())
+        layouts = self._layouts(signature, paths)
+        tensors = signature.tensors()
+        out_spec: list[_tree.TreeSpec] = []
+
+        def flat(values: list[Tensor]) -> list[Any]:
+            results, spec = _tree.flatten(self._arguments.call(signature, values))
+            out_spec[:] = [spec]
+            return results
+
+        known = [layout for layout in layouts if layout is not None]
+        metas = [TensorMeta.of(signature.leaves[index]) for index in tensors]
+        varying = [_varying(layout) for layout in known]
+        traced = trace_mapped(flat, self.mesh.abstract, self._axes, known, metas, varying, [paths[index] for index in tensors])
+        (spec,) = out_spec
+        return _Traced(traced, tuple(layouts), spec, self._out_layouts(traced, spec), paths)
+
+    def _out_layouts(self, traced: MappedTrace, spec: _tree.TreeSpec) -> tuple[Layout | Static, ...]:
+        """The layout of each result; errors for those that their spec does not fit, all of them."""
+        outputs = traced.first.graph.outputs
+        tree = _tree.unflatten(spec, range(len(outputs)))
+        specs = _tree.broadcast_prefix(self._out_specs, tree, _is_spec, where=f"out_specs, shard_map of {self.name}")
+        layouts: list[Layout | Static] = []
+        problems: list[str] = []
+        for index, (path, one) in enumerate(zip(_tree.paths(tree), specs, strict=True)):
+            output = outputs[index]
+            if not isinstance(output, Ref):
+                layouts.append(Static(output))
+                continue
+            try:
+                layouts.append(self._out_layout(traced, index, path or "the result", one))
+            except VescaleError as error:
+                problems.append(str(error))
+        if problems:
+            raise ShardingError("\n".join([f"shard_map of {self.name}: results that don't fit their specs", *problems]))
+        return tuple(layouts)
+
+    def _out_layout(self, traced: MappedTrace, index: int, path: str, spec: P) -> Layout:
+        said = {axis for axis, placement in spec.items() if not isinstance(placement, Replicate)}
+        varies = frozenset[str]().union(*(variant.varying[index] for variant in traced.variants.values()))
+        left = [axis for axis in self._axes if axis in varies - said and self.mesh.abstract.axis_size(axis) > 1]
+        if left and self._check:
+            names = ", ".join(left)
+            raise ShardingError(explain(f"{path} varies over {names}", where=f"out_specs {spec}", rule="a result is equal on all ranks along the axes that its spec leaves out", remedy=f"vs.psum(..., {left[0]!r}) or vs.pmean it, or say in out_specs how its parts make the whole"))
+
+        def local(rank: int) -> tuple[int, ...]:
+            graph = traced.variant(rank).graph
+            return graph.metas[graph.outputs[index].id].shape
+
+        mesh = self.mesh.abstract
+        shape = _global_shape(mesh, spec, local)
+        layout = Layout(mesh, spec, shape)
+        for place in traced.variants:
+            rank = rank_at(mesh, dict(zip(traced.apart, place)))
+            if layout.local_shape(rank) != local(rank):
+                raise ShardingError(explain(f"{path} has the local shape {local(rank)} on rank {rank}", where=f"out_specs {spec}", rule=f"together the parts are {shape}, of which the spec gives this rank {layout.local_shape(rank)}", remedy="use a RaggedShard with the rows of each rank, or return parts as torch.chunk makes them"))
+        return layout
+
+    def _record(self, signature: Signature, made: _Traced) -> Record:
+        leaves = dict(zip(made.paths, signature.leaves, strict=True))
+        shown = {path: f"{TensorMeta.of(leaf)}" if isinstance(leaf, Tensor) else f"static {leaf!r}" for path, leaf in leaves.items()}
+        plain = {path: digest(leaf) for path, leaf in leaves.items() if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)}
+        plain |= {f"closed-over tensor {number}": digest(tensor) for number, (_, tensor) in enumerate(made.traced.first.graph.hidden)}
+        sequence = tuple(f"{item.kind} over {item.axis}" for item in collectives_of(made.traced))
+        return Record(self._calls, self.name, shown, sequence, plain)
+
+    def run(self, entry: Entry | Pullback, program: Program, leaves: Sequence[Any]) -> list[list[Any]]:
+        """Run one of the entry's programs on global arguments: the local results of each hosted rank."""
+        self._calls += 1
+        hidden = [tensor for _, tensor in entry.traced.first.graph.hidden]
+        return program(
+            enter(
+                self.mesh,
+                leaves,
+                entry.layouts,
+                hidden,
+                lambda index, leaf, layout: self._mismatch(entry.paths[index], leaf, layout),
+            )
+        )
+
+    # Gradients from outside: see `pullback`.
+
+    def pullback(self, signature: Signature) -> Pullback:
+        """The function and its vector-Jacobian product, for a signature."""
+        found = self._pullbacks.get(signature.key)
+        if found is None:
+            found = self._trace_pullback(signature)
+            self._pullbacks.put(signature.key, found)
+        return found
+
+    def _trace_pullback(self, signature: Signature) -> Pullback:
+        made = self._trace(signature)
+        if not self.mesh.is_simulated:
+            agree(self.mesh, self._record(signature, made))
+        tensors = signature.tensors()
+        leaves = [signature.leaves[index] for index in tensors]
+        known = [layout for layout in made.layouts if layout is not None]
+        inputs = tuple(index for index, leaf in enumerate(leaves) if differentiable(leaf))
+        for index in inputs:
+            if known[index].partials:
+                path = made.paths[tensors[index]]
+                raise ArgumentError(
+                    explain(
+                        f"a gradient with respect to {path}, whose spec is {known[index].spec}",
+                        where=f"shard_map of {self.name}",
+                        rule="a contribution to a sum has no gradient of its own",
+                        remedy="detach it, or give its sum to the function",
+                    )
+                )
+        first = made.traced.first.graph
+        results = tuple(
+            index
+            for index, (output, layout) in enumerate(zip(first.outputs, made.out_layouts, strict=True))
+            if isinstance(layout, Layout) and first.metas[output.id].dtype.is_floating_point
+        )
+        out_layouts = [made.out_layouts[index] for index in results]
+        cotangents = [cotangent_layout(layout) for layout in out_layouts if isinstance(layout, Layout)]
+
+        def joint(values: list[Tensor]) -> list[Any]:
+            arguments, given = values[: len(tensors)], values[len(tensors) :]
+            return self._product(signature, arguments, given, inputs, results, out_layouts)
+
+        metas = [TensorMeta.of(leaf) for leaf in leaves]
+        metas += [first.metas[first.outputs[index].id] for index in results]
+        layouts = [*known, *cotangents]
+        paths = [made.paths[index] for index in tensors] + ["cotangent"] * len(cotangents)
+        varying = [_varying(layout) for layout in layouts]
+        traced = trace_mapped(joint, self.mesh.abstract, self._axes, layouts, metas, varying, paths)
+        forward, backward = compile_pullback(self, traced, len(tensors), len(first.outputs))
+        return Pullback(
+            traced, forward, backward, made.layouts, made.out_spec, made.out_layouts, made.paths, inputs, results
+        )
+
+    def _product(
+        self,
+        signature: Signature,
+        arguments: Sequence[Tensor],
+        cotangents: Sequence[Tensor],
+        inputs: Sequence[int],
+        results: Sequence[int],
+        layouts: Sequence[Layout | Static],
+    ) -> list[Any]:
+        """All results of fn, then the gradients of the arguments number `inputs`; in terms of local tensors."""
+        mapped = current_map("shard_map")
+
+        def some(*chosen: Tensor) -> Any:
+            filled = list(arguments)
+            for index, value in zip(inputs, chosen, strict=True):
+                filled[index] = value
+            outputs, _ = _tree.flatten(self._arguments.call(signature, filled))
+            # A result is as varying as its spec says, and so is its cotangent.
+            for index, layout in zip(results, layouts, strict=True):
+                assert isinstance(layout, Layout)
+                missing = [axis for axis in layout.spec if axis not in mapped.over(outputs[index])]
+                outputs[index] = pvary(outputs[index], missing)
+            return tuple(outputs[index] for index in results), outputs
+
+        _, vjp, outputs = torch.func.vjp(some, *(arguments[index] for index in inputs), has_aux=True)
+        return [*outputs, *vjp(tuple(cotangents))]
+
+    def product(self, signature: Signature, tensors: Sequence[Tensor]) -> tuple[ShardMapped, Signature]:
+        """The vector-Jacobian product as a mapped function of arguments and cotangents, and its signature."""
+        pullback = self.pullback(signature)
+        known = [layout for layout in pullback.layouts if layout is not None]
+        out_layouts = [pullback.out_layouts[index] for index in pullback.results]
+        cotangents = [cotangent_layout(layout) for layout in out_layouts if isinstance(layout, Layout)]
+        count = len(known)
+
+        def gradients(*values: Tensor) -> tuple[Tensor, ...]:
+            made = self._product(
+                signature, values[:count], values[count:], pullback.inputs, pullback.results, out_layouts
+            )
+            return tuple(made[len(pullback.out_layouts) :])
+
+        found = self._products.get(signature.key)
+        if found is None:
+            found = ShardMapped(
+                gradients,
+                self.mesh,
+                (tuple(layout.spec for layout in (*known, *cotangents)),),
+                tuple(known[index].spec for index in pullback.inputs),
+                self._axes,
+                check=False,
+            )
+            found.name = f"gradient of {self.name}"
+            self._products.put(signature.key, found)
+        return found, found._arguments.bind(tuple(base_tensor(tensor) for tensor in tensors), {})
+
+
+@dataclass(frozen=True)
+class _Traced:
+    traced: MappedTrace
+    layouts: tuple[Layout | None, ...]
+    out_spec: _tree.TreeSpec
+    out_layouts: tuple[Layout | Static, ...]
+    paths: tuple[str, ...]
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, P)
+
+
+def _varying(layout: Layout) -> frozenset[str]:
+    return frozenset(axis for axis, _ in layout.spec.items())
+
+
+def _global_shape(mesh: Any, spec: P, local: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
+    """What the parts add up to, dim by dim, over the ranks along the axes that split it."""
+    shape = list(local(0))
+    ragged = [placement for _, placement in spec.items() if isinstance(placement, RaggedShard)]
+    if any(len(placement.dims) > 1 for placement in ragged):
+        raise ArgumentError(explain(f"a result in {spec}", rule="from its parts the shape of a tensor that is ragged over several dims can't be told", remedy="use RaggedShard((0,), ...) on a result"))
+    for dim in range(len(shape)):
+        along = [axis for axis, placement in spec.items() if getattr(placement, "dim", None) == dim or (dim == 0 and isinstance(placement, RaggedShard))]
+        if along:
+            total = 0
+            for rank in range(mesh.size):
+                if all(index == 0 for axis, index in mesh.coordinate(rank).items() if axis not in along):
+                    total += local(rank)[dim]
+            shape[dim] = total
+    return tuple(shape)
+
+
+def _annotated(fn: Callable[..., Any]) -> dict[str, Any]:
+    """The specs in fn's annotations, by argument name and "return"."""
+    names = dict(getattr(fn, "__globals__", {}))
+    closure = getattr(fn, "__closure__", None) or ()
+    code = getattr(fn, "__code__", None)
+    if code is not None:
+        names |= {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure)}
+    raw = inspect.get_annotations(fn)
+    # A bare `x: P(...)` is no type: typing refuses it, we don't.
+    texts = {name: value for name, value in raw.items() if isinstance(value, str)}
+    found: dict[str, Any] = {}
+    for name, value in raw.items():
+        if name in texts:
+            try:
+                value = eval(value, names)
+            except Exception as error:
+                raise ArgumentError(explain(f"the annotation {value!r} of {name!r} can't be resolved: {error}", where=getattr(fn, "__qualname__", fn), rule="postponed annotations are resolved with the function's globals and closure", remedy="pass in_specs= and out_specs=")) from None
+        spec = _spec_of(value)
+        if spec is not None:
+            found[name] = spec
+    return found
+
+
+def _spec_of(hint: Any) -> Any:
+    if isinstance(hint, P):
+        return hint
+    if typing.get_origin(hint) is Annotated:
+        return next((extra for extra in hint.__metadata__ if isinstance(extra, P)), None)
+    if typing.get_origin(hint) is tuple:
+        parts = [_spec_of(part) for part in typing.get_args(hint)]
+        return tuple(parts) if all(part is not None for part in parts) else None
+    return None
