@@ -75,3 +75,22 @@ def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def inside_functorch() -> bool:
     """2.11 - 2.13. Whether a transform of torch.func is running here: it would wrap what a trace makes."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def written_arguments(op: Any) -> list[int]:
+    """2.11 - 2.13. The positions of the arguments that an overload writes to."""
+    arguments = enumerate(op._schema.arguments)
+    return [index for index, argument in arguments if argument.alias_info and argument.alias_info.is_write]
+
+
+def view_source(op: Any) -> int | None:
+    """2.11 - 2.13. The position of the argument of which an overload returns a view, None if it doesn't."""
+    if op._schema.is_mutable or not any(result.alias_info for result in op._schema.returns):
+        return None
+    arguments = enumerate(op._schema.arguments)
+    return next((index for index, argument in arguments if argument.alias_info), None)
+
+
+def overload_name(op: Any) -> str:
+    """2.11 - 2.13. "Tensor" of aten.add.Tensor."""
+    return op._overloadname

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,18 +30,7 @@ def exchange(mesh: Mesh, what: str, record: Any) -> list[Any]:
     Raises ConsistencyError when a rank says nothing within the store's timeout, or is asked about
     something else than `what`.
     """
-    store = mesh.store
-    assert store is not None, mesh
-    name = f"{mesh.abstract}@{','.join(map(str, mesh.world_ranks))}"
-    if len(name) > 100:
-        name = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-    call = _asked[name]
-    _asked[name] += 1
-
-    def key(call: int, rank: int) -> str:
-        return f"vescale/agree/{name}/{call}/{rank}"
-
-    store.set(key(call, mesh.rank), json.dumps([what, record]))
+    store, key, call = _publish(mesh, [what, record])
     keys = [key(call, rank) for rank in range(mesh.size)]
     try:
         # One round trip where the store can (a file store cannot).
@@ -57,6 +47,17 @@ def exchange(mesh: Mesh, what: str, record: Any) -> list[Any]:
             )
         ) from error
     answers = [json.loads(answer) for answer in answers]
+    failed = {rank: answer[1] for rank, answer in enumerate(answers) if answer[0] is None}
+    if failed:
+        rank, error = next(iter(failed.items()))
+        raise ConsistencyError(
+            explain(
+                f"rank {rank} failed: {error}",
+                where=f"{what}, on rank {mesh.rank}",
+                rule="every rank of the mesh makes the same calls in the same order",
+                remedy=f"mend what failed on rank {rank}",
+            )
+        )
     # Who has written record `call` has read all of `call - 1`; so nobody reads the one before that.
     if call > 1:
         store.delete_key(key(call - 2, mesh.rank))
@@ -72,6 +73,29 @@ def exchange(mesh: Mesh, what: str, record: Any) -> list[Any]:
             )
         )
     return [answer[1] for answer in answers]
+
+
+def give_up(mesh: Mesh, error: BaseException) -> None:
+    """Say that this rank failed where its peers may be waiting for its record: they need not wait longer."""
+    if not mesh.is_simulated and mesh.local_ranks:
+        _publish(mesh, [None, f"{type(error).__name__}: {error}"])
+
+
+def _publish(mesh: Mesh, record: list[Any]) -> tuple[Any, Callable[[int, int], str], int]:
+    """Write this rank's record of the next exchange: the store, the keys of records, its number."""
+    store = mesh.store
+    assert store is not None, mesh
+    name = f"{mesh.abstract}@{','.join(map(str, mesh.world_ranks))}"
+    if len(name) > 100:
+        name = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    call = _asked[name]
+    _asked[name] += 1
+
+    def key(call: int, rank: int) -> str:
+        return f"vescale/agree/{name}/{call}/{rank}"
+
+    store.set(key(call, mesh.rank), json.dumps(record))
+    return store, key, call
 
 
 def digest(tensor: Tensor) -> str:

@@ -44,18 +44,32 @@ OPS: dict[str, tuple[str, Shape, str]] = {
     "broadcast": ("str[] axes, int root", _same, REMOVES),
     # Only the root has the value, the others zeros: what a broadcast's gradient is.
     "root_only": ("str[] axes, int root", _same, ADDS),
-    "all_gather": ("str[] axes, int dim, int[] sizes", lambda x, axes, dim, sizes: _with(x, {dim: sum(sizes)}), ADDS),
+    "all_gather": (
+        "str[] axes, int dim, int[] sizes",
+        lambda x, axes, dim, sizes: _with(x, {dim: sum(sizes)}),
+        ADDS,
+    ),
     "all_gather_invariant": (
         "str[] axes, int dim, int[] sizes",
         lambda x, axes, dim, sizes: _with(x, {dim: sum(sizes)}),
         REMOVES,
     ),
     # The size of the own part is in the op too: members differ in it.
-    "own_slice": ("str[] axes, int dim, int[] sizes, int own", lambda x, axes, dim, sizes, own: _with(x, {dim: own}), ADDS),
-    "psum_scatter": ("str[] axes, int dim, int[] sizes, int own", lambda x, axes, dim, sizes, own: _with(x, {dim: own}), ADDS),
+    "own_slice": (
+        "str[] axes, int dim, int[] sizes, int own",
+        lambda x, axes, dim, sizes, own: _with(x, {dim: own}),
+        ADDS,
+    ),
+    "psum_scatter": (
+        "str[] axes, int dim, int[] sizes, int own",
+        lambda x, axes, dim, sizes, own: _with(x, {dim: own}),
+        ADDS,
+    ),
     "all_to_all": (
         "str[] axes, int split_dim, int concat_dim, int[] split_sizes, int[] concat_sizes, int own",
-        lambda x, axes, split_dim, concat_dim, split_sizes, concat_sizes, own: _exchanged(x, split_dim, concat_dim, concat_sizes, own),
+        lambda x, axes, split_dim, concat_dim, split_sizes, concat_sizes, own: _exchanged(
+            x, split_dim, concat_dim, concat_sizes, own
+        ),
         ADDS,
     ),
     # Of a 0-d tensor whose value doesn't matter: ops without a tensor can't be traced fake.
@@ -64,7 +78,9 @@ OPS: dict[str, tuple[str, Shape, str]] = {
 }
 
 
-def _exchanged(x: Tensor, split_dim: int, concat_dim: int, concat_sizes: Sequence[int], own: int) -> list[int]:
+def _exchanged(
+    x: Tensor, split_dim: int, concat_dim: int, concat_sizes: Sequence[int], own: int
+) -> list[int]:
     if split_dim == concat_dim:
         return _with(x, {split_dim: own * len(concat_sizes)})
     return _with(x, {split_dim: own, concat_dim: sum(concat_sizes)})
@@ -173,12 +189,16 @@ def root_only(x: Tensor, axes: Sequence[str], root: int) -> Tensor:
 
 def all_gather(x: Tensor, axes: Sequence[str], dim: int, sizes: Sequence[int]) -> Tensor:
     own = x.shape[dim]
-    return Collective.apply(x, "all_gather", lambda g: psum_scatter(g, axes, dim, sizes, own), list(axes), dim, list(sizes))
+    return Collective.apply(
+        x, "all_gather", lambda g: psum_scatter(g, axes, dim, sizes, own), list(axes), dim, list(sizes)
+    )
 
 
 def all_gather_invariant(x: Tensor, axes: Sequence[str], dim: int, sizes: Sequence[int]) -> Tensor:
     own = x.shape[dim]
-    return Collective.apply(x, "all_gather_invariant", lambda g: own_slice(g, axes, dim, sizes, own), list(axes), dim, list(sizes))
+    return Collective.apply(
+        x, "all_gather_invariant", lambda g: own_slice(g, axes, dim, sizes, own), list(axes), dim, list(sizes)
+    )
 
 
 def own_slice(x: Tensor, axes: Sequence[str], dim: int, sizes: Sequence[int], own: int) -> Tensor:
@@ -188,7 +208,9 @@ def own_slice(x: Tensor, axes: Sequence[str], dim: int, sizes: Sequence[int], ow
 
 
 def psum_scatter(x: Tensor, axes: Sequence[str], dim: int, sizes: Sequence[int], own: int) -> Tensor:
-    return Collective.apply(x, "psum_scatter", lambda g: all_gather(g, axes, dim, sizes), list(axes), dim, list(sizes), own)
+    return Collective.apply(
+        x, "psum_scatter", lambda g: all_gather(g, axes, dim, sizes), list(axes), dim, list(sizes), own
+    )
 
 
 def all_to_all(
@@ -211,7 +233,9 @@ def ppermute(x: Tensor, axes: Sequence[str], sources: Sequence[int], shape: Sequ
     """`sources[i]` is the member whose value member i gets, -1 for none."""
     targets = [sources.index(member) if member in sources else -1 for member in range(len(sources))]
     mine = list(x.shape)
-    return Collective.apply(x, "ppermute", lambda g: ppermute(g, axes, targets, mine), list(axes), list(sources), list(shape))
+    return Collective.apply(
+        x, "ppermute", lambda g: ppermute(g, axes, targets, mine), list(axes), list(sources), list(shape)
+    )
 
 
 _BUILDERS: dict[str, Callable[..., Tensor]] = {

@@ -47,7 +47,7 @@ def pmean(x: Any, axis: Axis) -> Any:
 def pmax(x: Any, axis: Axis) -> Any:
     """pmax: V -> I. The elementwise maximum over the axis. It has no gradient: detach its operand.
 
-        a | b | c   ->   max | max | max
+    a | b | c   ->   max | max | max
     """
     return _each(x, axis, "pmax", collective_ops.pmax)
 
@@ -55,7 +55,7 @@ def pmax(x: Any, axis: Axis) -> Any:
 def pmin(x: Any, axis: Axis) -> Any:
     """pmin: V -> I. The elementwise minimum over the axis. It has no gradient: detach its operand.
 
-        a | b | c   ->   min | min | min
+    a | b | c   ->   min | min | min
     """
     return _each(x, axis, "pmin", collective_ops.pmin)
 
@@ -85,7 +85,13 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = True, to: str 
     stacked along a new dim. Gradient: psum_scatter; of to="invariant" the own slice of the gradient.
     """
     if to not in ("varying", "invariant"):
-        raise ArgumentError(explain(f"all_gather(to={to!r})", rule='to is "varying" or "invariant"', remedy='use to="invariant" when the result is used alike on all ranks'))
+        raise ArgumentError(
+            explain(
+                f"all_gather(to={to!r})",
+                rule='to is "varying" or "invariant"',
+                remedy='use to="invariant" when the result is used alike on all ranks',
+            )
+        )
     gather = collective_ops.all_gather if to == "varying" else collective_ops.all_gather_invariant
 
     def leaf(mapped: Mapped, value: Tensor, axes: tuple[str, ...]) -> Tensor:
@@ -97,7 +103,9 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = True, to: str 
     return _each_varying(x, axis, "all_gather", leaf)
 
 
-def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = True, sizes: Sequence[int] | None = None) -> Any:
+def psum_scatter(
+    x: Any, axis: Axis, *, dim: int = 0, tiled: bool = True, sizes: Sequence[int] | None = None
+) -> Any:
     """psum_scatter: V -> V. The sum over the axis, of which each member keeps its part along `dim`.
 
         abc | def | ghi   ->   a+d+g | b+e+h | c+f+i
@@ -111,7 +119,14 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = True, sizes:
         count = mapped.size(axes)
         parts = list(sizes) if sizes is not None else _parts(value.shape[at], count)
         if sum(parts) != value.shape[at] or len(parts) != count or (not tiled and set(parts) != {1}):
-            raise ArgumentError(explain(f"psum_scatter of dim {at} of {tuple(value.shape)} into {parts}", where=mapped.line(), rule=f"there is one size for each of the {count} members, they add up to the dim, and with tiled=False each is 1", remedy="give the members' sizes, or pad the dim"))
+            raise ArgumentError(
+                explain(
+                    f"psum_scatter of dim {at} of {tuple(value.shape)} into {parts}",
+                    where=mapped.line(),
+                    rule=f"there is one size for each of the {count} members, they add up to the dim, and with tiled=False each is 1",
+                    remedy="give the members' sizes, or pad the dim",
+                )
+            )
         _alike(mapped, value, axes, "psum_scatter")
         own = mapped.own(axes, parts)
         result = collective_ops.psum_scatter(value, axes, at, parts, own)
@@ -133,7 +148,14 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
         parts = _parts(value.shape[split], mapped.size(axes))
         if split == concat:
             if len(set(parts)) > 1:
-                raise ArgumentError(explain(f"all_to_all along dim {split} of {tuple(value.shape)}", where=mapped.line(), rule="with one dim for both, the members divide it", remedy="pad the dim, or concatenate along another"))
+                raise ArgumentError(
+                    explain(
+                        f"all_to_all along dim {split} of {tuple(value.shape)}",
+                        where=mapped.line(),
+                        rule="with one dim for both, the members divide it",
+                        remedy="pad the dim, or concatenate along another",
+                    )
+                )
             gathered = parts
         else:
             gathered = _sizes(mapped, value, axes, concat, "all_to_all")
@@ -156,12 +178,21 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
         pairs = [(int(source), int(target)) for source, target in perm]
         once = all(len({pair[side] for pair in pairs}) == len(pairs) for side in (0, 1))
         if not once or any(not 0 <= member < count for pair in pairs for member in pair):
-            raise ArgumentError(explain(f"perm={pairs}", where=mapped.line(), rule=f"pairs (source, target) of members in 0..{count - 1}, each a source once and a target once at most", remedy="write one pair a message"))
+            raise ArgumentError(
+                explain(
+                    f"perm={pairs}",
+                    where=mapped.line(),
+                    rule=f"pairs (source, target) of members in 0..{count - 1}, each a source once and a target once at most",
+                    remedy="write one pair a message",
+                )
+            )
         sources = [-1] * count
         for source, target in pairs:
             sources[target] = source
         shapes = mapped.meet(axes, "ppermute", tuple(value.shape))
-        shape = mapped.own(axes, [shapes[source] if source >= 0 else tuple(value.shape) for source in sources])
+        shape = mapped.own(
+            axes, [shapes[source] if source >= 0 else tuple(value.shape) for source in sources]
+        )
         return collective_ops.ppermute(value, axes, sources, list(shape))
 
     return _each_varying(x, axis, "ppermute", leaf)
@@ -187,7 +218,14 @@ def broadcast(x: Any, axis: Axis, *, root: int = 0) -> Any:
 
     def leaf(mapped: Mapped, value: Tensor, axes: tuple[str, ...]) -> Tensor:
         if not 0 <= root < mapped.size(axes):
-            raise ArgumentError(explain(f"broadcast from root={root}", where=mapped.line(), rule=f"the axis has members 0..{mapped.size(axes) - 1}", remedy="use one of these"))
+            raise ArgumentError(
+                explain(
+                    f"broadcast from root={root}",
+                    where=mapped.line(),
+                    rule=f"the axis has members 0..{mapped.size(axes) - 1}",
+                    remedy="use one of these",
+                )
+            )
         _alike(mapped, value, axes, "broadcast")
         return collective_ops.broadcast(value, axes, root)
 
@@ -241,14 +279,28 @@ def _vary(mapped: Mapped, value: Tensor, axes: tuple[str, ...]) -> Tensor:
 def _alike(mapped: Mapped, value: Tensor, axes: tuple[str, ...], name: str) -> None:
     shapes = mapped.meet(axes, name, tuple(value.shape))
     if len(set(shapes)) > 1:
-        raise ArgumentError(explain(f"{name} of shapes {', '.join(map(str, dict.fromkeys(shapes)))}", where=mapped.line(), rule=f"the members of a {name} have one shape", remedy="gather first, or reduce the uneven dim"))
+        raise ArgumentError(
+            explain(
+                f"{name} of shapes {', '.join(map(str, dict.fromkeys(shapes)))}",
+                where=mapped.line(),
+                rule=f"the members of a {name} have one shape",
+                remedy="gather first, or reduce the uneven dim",
+            )
+        )
 
 
 def _sizes(mapped: Mapped, value: Tensor, axes: tuple[str, ...], dim: int, name: str) -> list[int]:
     """The members' sizes along `dim`; their other sizes must agree."""
     shapes = mapped.meet(axes, name, tuple(value.shape))
     if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
-        raise ArgumentError(explain(f"{name} along dim {dim} of shapes {', '.join(map(str, dict.fromkeys(shapes)))}", where=mapped.line(), rule="members differ in that dim only", remedy="choose the dim in which they differ"))
+        raise ArgumentError(
+            explain(
+                f"{name} along dim {dim} of shapes {', '.join(map(str, dict.fromkeys(shapes)))}",
+                where=mapped.line(),
+                rule="members differ in that dim only",
+                remedy="choose the dim in which they differ",
+            )
+        )
     return [shape[dim] for shape in shapes]
 
 
@@ -258,5 +310,12 @@ def _parts(size: int, count: int) -> list[int]:
 
 def _dim(value: Tensor, dim: int, name: str, mapped: Mapped) -> int:
     if not -value.dim() <= dim < value.dim():
-        raise ArgumentError(explain(f"{name} along dim {dim} of {tuple(value.shape)}", where=mapped.line(), rule=f"the dim is one of the tensor's {value.dim()}", remedy="use a dim that the local tensor has"))
+        raise ArgumentError(
+            explain(
+                f"{name} along dim {dim} of {tuple(value.shape)}",
+                where=mapped.line(),
+                rule=f"the dim is one of the tensor's {value.dim()}",
+                remedy="use a dim that the local tensor has",
+            )
+        )
     return dim % value.dim()

@@ -16,19 +16,30 @@ import torch
 from .. import _tree
 from .._errors import ArgumentError, PlanError, explain
 from . import rules as _rules  # noqa: F401  (registers them)
-from .agree import digest
+from .agree import digest, give_up
+from .boundary import Static, enter, leave
+from .closure import Getter, Guard, getters
 from .dtensor import DTensor
 from .layout import Layout, replicated
 from .plan import Plan
-from .boundary import Static, enter, leave
-from .signature import PARTS, Arguments, Signature
-from .program.agreement import Record, agree
+from .program.agreement import Record, agree, checksums
 from .program.cache import CacheInfo, ProgramCache
 from .program.cleanup import cleanup
 from .program.ir import Graph, Ref, TensorMeta
 from .program.partition import Partitioned, partition
-from .program.program import Collectives, Program, as_text, collectives, compile_partitioned
+from .program.program import (
+    Collectives,
+    Program,
+    aliases,
+    as_lines,
+    as_text,
+    collectives,
+    compile_partitioned,
+    sequence,
+    source_of,
+)
 from .program.trace import Mark, Tracing, trace
+from .signature import PARTS, Arguments, Signature
 
 
 @overload
@@ -86,6 +97,16 @@ class Decision:
     out_layouts: tuple[Layout | Static, ...]
     donated: tuple[int, ...]
     paths: tuple[str, ...]
+    aliases: tuple[int, ...]  # results that may be memory of a plain tensor of the caller's
+    modules: tuple[torch.nn.Module, ...]  # that fn called
+
+    def takes(self, closed_over: list[torch.Tensor]) -> bool:
+        """Whether the closed-over tensors still look as they did."""
+        hidden = self.graph.hidden
+        return all(
+            TensorMeta.of(tensor) == self.graph.metas[value]
+            for tensor, (value, _) in zip(closed_over, hidden)
+        )
 
 
 @dataclass(frozen=True)
@@ -94,6 +115,7 @@ class Entry:
 
     decision: Decision
     program: Program
+    closed_over: tuple[Getter, ...]
 
 
 class Lowered:
@@ -105,6 +127,10 @@ class Lowered:
     def as_text(self) -> str:
         """The program, one instruction a line, with the layout of each value and where it came from."""
         return as_text(self._partitioned)
+
+    def source(self, rank: int = 0) -> str:
+        """The generated Python of a rank of the mesh."""
+        return source_of(self._partitioned, rank)
 
     def collectives(self) -> Collectives:
         """Each collective in order: kind, axes, bytes that rank 0 receives, cause and source line."""
@@ -137,7 +163,7 @@ class Parallelized:
                 )
             )
         self._cache = ProgramCache[Entry]((*PARTS, "module state"))
-        self._guards: dict[tuple[Any, ...], list[tuple[torch.nn.Module, tuple[str, ...]]]] = {}
+        self._guards: dict[tuple[Any, ...], Guard] = {}
         self._calls = 0
         functools.update_wrapper(self, fn, updated=())
 
@@ -145,13 +171,11 @@ class Parallelized:
         self._calls += 1
         signature = self._arguments.bind(args, kwargs)
         entry = self._cache.get((*signature.key, self._module_state(signature.key)))
-        if entry is None:
-            decision = self._decide(signature)
-            if not self._plan.mesh.is_simulated:
-                agree(self._plan.mesh, self._record(signature, decision))
-            entry = Entry(decision, compile_partitioned(decision.partitioned, self._plan.mesh))
-            self._cache.put((*signature.key, self._module_state(signature.key)), entry)
-        return self._run(entry, signature.leaves)
+        closed_over = [get() for get in entry.closed_over] if entry is not None else []
+        if entry is None or not entry.decision.takes(closed_over):
+            entry = self._compile(signature)
+            closed_over = [get() for get in entry.closed_over]
+        return self._run(entry, signature.leaves, closed_over)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The program for arguments like these, without running it or communicating."""
@@ -163,9 +187,8 @@ class Parallelized:
 
     # One call.
 
-    def _run(self, entry: Entry, leaves: list[Any]) -> Any:
+    def _run(self, entry: Entry, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
         mesh, decision = self._plan.mesh, entry.decision
-        hidden = [tensor for _, tensor in decision.graph.hidden]
         inputs = enter(
             mesh,
             leaves,
@@ -175,11 +198,36 @@ class Parallelized:
         )
         for index in decision.donated:
             if isinstance(leaves[index], DTensor):
-                leaves[index].donate(f"argument {decision.paths[index]!r} of call {self._calls} of {self._name}")
-        outputs = leave(mesh, entry.program(inputs), decision.out_layouts)
+                leaves[index].donate(
+                    f"argument {decision.paths[index]!r} of call {self._calls} of {self._name}"
+                )
+        results = entry.program(inputs)
+        for values in results:
+            for index in decision.aliases:  # what a caller's plain tensor holds is not ours to share
+                values[index] = values[index].clone()
+        outputs = leave(mesh, results, decision.out_layouts)
         return _tree.unflatten(decision.out_spec, outputs)
 
     # A miss.
+
+    def _compile(self, signature: Signature) -> Entry:
+        mesh = self._plan.mesh
+        try:
+            decision = self._decide(signature)
+        except Exception as error:
+            give_up(mesh, error)
+            raise
+        if not mesh.is_simulated:
+            agree(mesh, self._record(signature, decision), as_lines(decision.partitioned, decision.graph))
+        modules = [module for root in decision.modules for module in root.modules()]
+        if len(self._guards) > 256:
+            self._guards.clear()
+        # Watched together with what other traces of the same arguments ran: train and eval take turns.
+        self._guards.setdefault(signature.key, Guard()).watch(modules)
+        places = getters(self._fn, modules, (tensor for _, tensor in decision.graph.hidden))
+        entry = Entry(decision, compile_partitioned(decision.partitioned, mesh), places)
+        self._cache.put((*signature.key, self._module_state(signature.key)), entry)
+        return entry
 
     def _decide(self, signature: Signature) -> Decision:
         plan, mesh = self._plan, self._plan.mesh
@@ -204,7 +252,6 @@ class Parallelized:
             )
         )
         self._check_activations(tracing)
-        self._guards[signature.key] = tracing.seen_modules()
         (spec,) = out_spec
         known = [layout for layout in layouts if layout is not None]
         hidden = [replicated(mesh.abstract, tuple(tensor.shape)) for _, tensor in graph.hidden]
@@ -225,7 +272,22 @@ class Parallelized:
             if layouts[index] is not None
             and any(path == name or path.startswith(f"{name}.") for name in self._donate)
         )
-        return Decision(graph, partitioned, tuple(layouts), spec, out_layouts, donated, tuple(paths))
+        plain = {
+            number
+            for number, leaf in zip(partitioned.inputs, [signature.leaves[index] for index in tensors])
+            if not isinstance(leaf, DTensor)
+        } | set(partitioned.inputs[len(tensors) :])
+        return Decision(
+            graph,
+            partitioned,
+            tuple(layouts),
+            spec,
+            out_layouts,
+            donated,
+            tuple(paths),
+            aliases(partitioned, plain),
+            tuple(tracing.roots),
+        )
 
     def _layouts(
         self, signature: Signature, paths: list[str]
@@ -346,11 +408,9 @@ class Parallelized:
             )
 
     def _module_state(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Training flags and scalar attributes of the modules that ran: part of the signature."""
-        return tuple(
-            (module.training, *[module.__dict__.get(name) for name in names])
-            for module, names in self._guards.get(key, ())
-        )
+        """Training flags and attributes of the modules that ran: part of the signature."""
+        guard = self._guards.get(key)
+        return guard.state() if guard is not None else ()
 
     def _record(self, signature: Signature, decision: Decision) -> Record:
         leaves = dict(zip(decision.paths, signature.leaves, strict=True))
@@ -369,7 +429,8 @@ class Parallelized:
             f"closed-over tensor {number}": digest(tensor)
             for number, (_, tensor) in enumerate(decision.graph.hidden)
         }
-        return Record(self._calls, self._name, shown, tuple(map(str, collectives(decision.partitioned))), plain)
+        lines = checksums(as_lines(decision.partitioned, decision.graph))
+        return Record(self._calls, self._name, shown, sequence(decision.partitioned), lines, plain)
 
 
 def _owner(path: str, parameters: dict[str, Any]) -> Any:

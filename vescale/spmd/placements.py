@@ -153,9 +153,7 @@ class RaggedShard(Placement):
                     remedy=f"use a rank in 0..{size - 1}",
                 )
             )
-        return cls._from_runs(
-            (), tuple(run for run in ((0, rank), (1, 1), (0, size - rank - 1)) if run[1])
-        )
+        return cls._from_runs((), tuple(run for run in ((0, rank), (1, 1), (0, size - rank - 1)) if run[1]))
 
     @classmethod
     def from_sizes(cls, dims: Sequence[int], sizes: Iterable[int]) -> RaggedShard:
@@ -225,9 +223,7 @@ class RaggedShard(Placement):
     def __repr__(self) -> str:
         if len(self.runs) == 1 and self.size > 1:
             return f"RaggedShard.even({self.size}, dims={self.dims})"
-        units = ", ".join(
-            f"{unit}" if count == 1 else f"{unit} x {count}" for unit, count in self.runs
-        )
+        units = ", ".join(f"{unit}" if count == 1 else f"{unit} x {count}" for unit, count in self.runs)
         return f"RaggedShard({self.dims}, ({units}))"
 
 

@@ -58,7 +58,9 @@ def differentiable(tensor: Tensor) -> bool:
 
 def cotangent_layout(layout: Layout) -> Layout:
     """That of a result's cotangent: a contribution to a sum gets the whole cotangent."""
-    kept = P.of((axis, placement) for axis, placement in layout.spec.items() if not isinstance(placement, Partial))
+    kept = P.of(
+        (axis, placement) for axis, placement in layout.spec.items() if not isinstance(placement, Partial)
+    )
     return Layout(layout.mesh, kept, layout.shape)
 
 
@@ -75,12 +77,16 @@ def split(graph: Graph, arguments: int, results: int) -> tuple[Graph, Graph]:
     outputs, gradients = graph.outputs[:results], graph.outputs[results:]
     needed = {value for node in late_nodes for value in node.refs()} | set(refs_of(gradients))
     residuals = tuple(Ref(value) for value in sorted(needed - late))
-    forward = replace(graph, inputs=graph.inputs[:arguments], nodes=tuple(early_nodes), outputs=(*outputs, *residuals))
+    forward = replace(
+        graph, inputs=graph.inputs[:arguments], nodes=tuple(early_nodes), outputs=(*outputs, *residuals)
+    )
     values = (*(ref.id for ref in residuals), *graph.inputs[arguments:])
     return forward, replace(graph, inputs=values, hidden=(), nodes=tuple(late_nodes), outputs=gradients)
 
 
-def compile_pullback(mapped: ShardMapped, traced: MappedTrace, arguments: int, results: int) -> tuple[Program, Program]:
+def compile_pullback(
+    mapped: ShardMapped, traced: MappedTrace, arguments: int, results: int
+) -> tuple[Program, Program]:
     parts = {id(variant): split(variant.graph, arguments, results) for variant in traced.variants.values()}
 
     def part(index: int) -> Any:
@@ -103,7 +109,9 @@ def call(mapped: ShardMapped, signature: Signature, tensors: Sequence[Tensor]) -
                 )
             )
     results = list(_Forward.apply(mapped, signature, Residuals(), *tensors))
-    leaves = [layout.value if isinstance(layout, Static) else results.pop(0) for layout in pullback.out_layouts]
+    leaves = [
+        layout.value if isinstance(layout, Static) else results.pop(0) for layout in pullback.out_layouts
+    ]
     return _tree.unflatten(pullback.out_spec, leaves)
 
 
@@ -144,7 +152,10 @@ class _Backward(torch.autograd.Function):
         if residuals.values is None:
             run_forward(mapped, signature, residuals, arguments)
         assert residuals.values is not None
-        inputs = [[*kept, *(_locals(cotangent)[place] for cotangent in cotangents)] for place, kept in enumerate(residuals.values)]
+        inputs = [
+            [*kept, *(_locals(cotangent)[place] for cotangent in cotangents)]
+            for place, kept in enumerate(residuals.values)
+        ]
         gradients = pullback.backward(inputs)
         tensor_layouts = [layout for layout in pullback.layouts if layout is not None]
         wrapped = leave(mapped.mesh, gradients, [tensor_layouts[index] for index in pullback.inputs])
@@ -174,7 +185,9 @@ class _Backward(torch.autograd.Function):
         return (None, None, None, *filled)
 
 
-def run_forward(mapped: ShardMapped, signature: Signature, residuals: Residuals, tensors: Sequence[Tensor]) -> list[Any]:
+def run_forward(
+    mapped: ShardMapped, signature: Signature, residuals: Residuals, tensors: Sequence[Tensor]
+) -> list[Any]:
     """Run the forward program; the residuals are filled in."""
     pullback = mapped.pullback(signature)
     leaves = list(signature.leaves)
@@ -199,4 +212,13 @@ def _locals(tensor: Tensor) -> list[Tensor]:
     return [local.contiguous() for local in tensor._locals]
 
 
-__all__ = ["Pullback", "Residuals", "Variant", "call", "compile_pullback", "cotangent_layout", "differentiable", "split"]
+__all__ = [
+    "Pullback",
+    "Residuals",
+    "Variant",
+    "call",
+    "compile_pullback",
+    "cotangent_layout",
+    "differentiable",
+    "split",
+]

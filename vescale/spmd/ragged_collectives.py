@@ -20,7 +20,9 @@ from .collectives import Axis, all_gather, all_to_all, axis_index, psum_scatter
 from .varying import current_map
 
 
-def all_gather_ragged(x: Tensor, count: Tensor, axis: Axis, *, capacity: int | None = None) -> tuple[Tensor, Tensor]:
+def all_gather_ragged(
+    x: Tensor, count: Tensor, axis: Axis, *, capacity: int | None = None
+) -> tuple[Tensor, Tensor]:
     """all_gather_ragged: V -> V. The first `count` rows of each member, one after the other.
 
     (x: T[rows, ...], count: 0-d int) -> (T[capacity, ...], counts: int64[members]). `capacity` is by
@@ -73,7 +75,14 @@ def psum_scatter_ragged(x: Tensor, counts: Tensor, axis: Axis, *, capacity: int 
 def _most_rows(x: Tensor, axis: Axis, name: str) -> int:
     mapped = current_map(name)
     if x.dim() == 0:
-        raise ArgumentError(explain(f"{name} of a 0-d tensor", where=mapped.line(), rule="rows are counted along dim 0", remedy="give it a dim: x.reshape(1)"))
+        raise ArgumentError(
+            explain(
+                f"{name} of a 0-d tensor",
+                where=mapped.line(),
+                rule="rows are counted along dim 0",
+                remedy="give it a dim: x.reshape(1)",
+            )
+        )
     return max(shape[0] for shape in mapped.meet(mapped.check_axes(axis, name), name, tuple(x.shape)))
 
 

@@ -26,7 +26,7 @@ from .dtensor import DTensor
 from .layout import Layout
 from .mesh import Mesh
 from .placements import P, Partial, RaggedShard, Replicate
-from .program.agreement import Record, agree
+from .program.agreement import Record, agree, checksums
 from .program.cache import CacheInfo, ProgramCache
 from .program.ir import Ref, TensorMeta
 from .program.mapped import MappedTrace, collectives_of, compile_mapped, rank_at, trace_mapped
@@ -113,7 +113,13 @@ class ShardMapped:
         check: bool,
     ) -> None:
         if not callable(fn):
-            raise ArgumentError(explain(f"shard_map({fn!r})", rule="the first argument is a function", remedy="pass the function to map"))
+            raise ArgumentError(
+                explain(
+                    f"shard_map({fn!r})",
+                    rule="the first argument is a function",
+                    remedy="pass the function to map",
+                )
+            )
         self._fn, self.mesh, self._check = fn, mesh, check
         self.name = getattr(fn, "__qualname__", type(fn).__name__)
         self._axes = tuple(mesh.axis_names if axis_names is None else axis_names)
@@ -157,37 +163,78 @@ class ShardMapped:
     def _from_hints(self, hints: dict[str, Any]) -> dict[str, Any]:
         missing = [name for name in self._arguments.names if name not in hints]
         if missing:
-            raise ArgumentError(explain(f"no spec for {', '.join(missing)}", where=f"annotations of {self.name}", rule="without in_specs each argument is annotated with its placements", remedy=f"{missing[0]}: Annotated[Tensor, vs.P(...)], or pass in_specs="))
+            raise ArgumentError(
+                explain(
+                    f"no spec for {', '.join(missing)}",
+                    where=f"annotations of {self.name}",
+                    rule="without in_specs each argument is annotated with its placements",
+                    remedy=f"{missing[0]}: Annotated[Tensor, vs.P(...)], or pass in_specs=",
+                )
+            )
         return {name: hints[name] for name in self._arguments.names}
 
     def _out_hint(self, hints: dict[str, Any]) -> Any:
         if "return" not in hints:
-            raise ArgumentError(explain("no spec for the result", where=f"annotations of {self.name}", rule="without out_specs the result is annotated with its placements", remedy="-> Annotated[Tensor, vs.P(...)], or pass out_specs="))
+            raise ArgumentError(
+                explain(
+                    "no spec for the result",
+                    where=f"annotations of {self.name}",
+                    rule="without out_specs the result is annotated with its placements",
+                    remedy="-> Annotated[Tensor, vs.P(...)], or pass out_specs=",
+                )
+            )
         return hints["return"]
 
     def _check_specs(self) -> None:
         for where, specs in (("in_specs", self._in_specs), ("out_specs", self._out_specs)):
             for path, spec in zip(*_tree.flatten_with_path(specs, _is_spec)[:2], strict=True):
                 if not isinstance(spec, P):
-                    raise ArgumentError(explain(f"{where}{f'.{path}' if path else ''} = {spec!r}", where=f"shard_map of {self.name}", rule="a spec is a P of placements by axis name", remedy="vs.P() for a value that is whole on every rank"))
+                    raise ArgumentError(
+                        explain(
+                            f"{where}{f'.{path}' if path else ''} = {spec!r}",
+                            where=f"shard_map of {self.name}",
+                            rule="a spec is a P of placements by axis name",
+                            remedy="vs.P() for a value that is whole on every rank",
+                        )
+                    )
                 for axis in spec:
                     self.mesh.abstract.check_axis(axis, where=f"{where} of shard_map({self.name})")
                     if axis not in self._axes and not isinstance(spec[axis], Replicate):
-                        raise ArgumentError(explain(f"{where} mentions axis {axis!r}", where=f"shard_map of {self.name}", rule=f"specs speak of the mapped axes: {', '.join(self._axes)}", remedy=f"add {axis!r} to axis_names, or leave it out of the spec"))
+                        raise ArgumentError(
+                            explain(
+                                f"{where} mentions axis {axis!r}",
+                                where=f"shard_map of {self.name}",
+                                rule=f"specs speak of the mapped axes: {', '.join(self._axes)}",
+                                remedy=f"add {axis!r} to axis_names, or leave it out of the spec",
+                            )
+                        )
 
     def _leaf_specs(self, signature: Signature) -> list[P]:
         """One spec a leaf."""
         if isinstance(self._in_specs, dict) and set(self._in_specs) == set(self._arguments.names):
             specs = tuple(self._in_specs[name] for name in signature.names)
         else:
-            specs = tuple(self._in_specs) if isinstance(self._in_specs, (tuple, list)) else (self._in_specs,) * len(signature.names)
+            specs = (
+                tuple(self._in_specs)
+                if isinstance(self._in_specs, (tuple, list))
+                else (self._in_specs,) * len(signature.names)
+            )
             if len(specs) != len(signature.names):
-                raise ArgumentError(explain(f"{len(specs)} in_specs for the arguments {', '.join(signature.names)}", where=f"shard_map of {self.name}", rule="there is one entry an argument", remedy="vs.P() for an argument that is whole on every rank"))
+                raise ArgumentError(
+                    explain(
+                        f"{len(specs)} in_specs for the arguments {', '.join(signature.names)}",
+                        where=f"shard_map of {self.name}",
+                        rule="there is one entry an argument",
+                        remedy="vs.P() for an argument that is whole on every rank",
+                    )
+                )
         args = _tree.unflatten(signature.spec, signature.leaves)
         return [
             spec
             for name, one, arg in zip(signature.names, specs, args, strict=True)
-            for spec in _tree.broadcast_prefix(one, arg, _is_spec, where=f"in_specs of {name!r}, shard_map of {self.name}")
+            for spec in _tree.broadcast_prefix(
+                one, arg, _is_spec, where=f"in_specs of {name!r}, shard_map of {self.name}"
+            )
         ]
 
     def _layouts(self, signature: Signature, paths: Sequence[str]) -> list[Layout | None]:
@@ -206,13 +253,29 @@ class ShardMapped:
                 problems.append(str(self._mismatch(path, leaf, layout)))
             layouts.append(layout)
         if problems:
-            raise ArgumentError("\n".join([f"shard_map of {self.name}: arguments that don't fit their specs", *problems]))
+            raise ArgumentError(
+                "\n".join([f"shard_map of {self.name}: arguments that don't fit their specs", *problems])
+            )
         return layouts
 
     def _mismatch(self, path: str, leaf: DTensor, layout: Layout) -> ArgumentError:
         if leaf.mesh is not self.mesh:
-            return ArgumentError(explain(f"{path} lives on {leaf.mesh}", where=f"shard_map of {self.name}", rule=f"arguments live on the mapped mesh object, {self.mesh}", remedy="make one mesh and use it for both"))
-        return ArgumentError(explain(f"{path} has the layout {leaf.layout.spec}", where=f"shard_map of {self.name}", rule=f"its spec says {layout.spec}", remedy=f"call {path.split('.')[0]}.redistribute(vs.{layout.spec!r}) first"))
+            return ArgumentError(
+                explain(
+                    f"{path} lives on {leaf.mesh}",
+                    where=f"shard_map of {self.name}",
+                    rule=f"arguments live on the mapped mesh object, {self.mesh}",
+                    remedy="make one mesh and use it for both",
+                )
+            )
+        return ArgumentError(
+            explain(
+                f"{path} has the layout {leaf.layout.spec}",
+                where=f"shard_map of {self.name}",
+                rule=f"its spec says {layout.spec}",
+                remedy=f"call {path.split('.')[0]}.redistribute(vs.{layout.spec!r}) first",
+            )
+        )
 
     # Tracing.
 
@@ -220,9 +283,15 @@ class ShardMapped:
         entry = self._cache.get(signature.key)
         if entry is None:
             made = self._trace(signature)
-            if not self.mesh.is_simulated:
-                agree(self.mesh, self._record(signature, made))
-            entry = Entry(made.traced, compile_mapped(made.traced, self.mesh), made.layouts, made.out_spec, made.out_layouts, made.paths)
+            self._agree(signature, made)
+            entry = Entry(
+                made.traced,
+                compile_mapped(made.traced, self.mesh),
+                made.layouts,
+                made.out_spec,
+                made.out_layouts,
+                made.paths,
+            )
             self._cache.put(signature.key, entry)
         return entry
 
@@ -240,7 +309,9 @@ class ShardMapped:
         known = [layout for layout in layouts if layout is not None]
         metas = [TensorMeta.of(signature.leaves[index]) for index in tensors]
         varying = [_varying(layout) for layout in known]
-        traced = trace_mapped(flat, self.mesh.abstract, self._axes, known, metas, varying, [paths[index] for index in tensors])
+        traced = trace_mapped(
+            flat, self.mesh.abstract, self._axes, known, metas, varying, [paths[index] for index in tensors]
+        )
         (spec,) = out_spec
         return _Traced(traced, tuple(layouts), spec, self._out_layouts(traced, spec), paths)
 
@@ -248,7 +319,9 @@ class ShardMapped:
         """The layout of each result; errors for those that their spec does not fit, all of them."""
         outputs = traced.first.graph.outputs
         tree = _tree.unflatten(spec, range(len(outputs)))
-        specs = _tree.broadcast_prefix(self._out_specs, tree, _is_spec, where=f"out_specs, shard_map of {self.name}")
+        specs = _tree.broadcast_prefix(
+            self._out_specs, tree, _is_spec, where=f"out_specs, shard_map of {self.name}"
+        )
         layouts: list[Layout | Static] = []
         problems: list[str] = []
         for index, (path, one) in enumerate(zip(_tree.paths(tree), specs, strict=True)):
@@ -261,16 +334,27 @@ class ShardMapped:
             except VescaleError as error:
                 problems.append(str(error))
         if problems:
-            raise ShardingError("\n".join([f"shard_map of {self.name}: results that don't fit their specs", *problems]))
+            raise ShardingError(
+                "\n".join([f"shard_map of {self.name}: results that don't fit their specs", *problems])
+            )
         return tuple(layouts)
 
     def _out_layout(self, traced: MappedTrace, index: int, path: str, spec: P) -> Layout:
         said = {axis for axis, placement in spec.items() if not isinstance(placement, Replicate)}
         varies = frozenset[str]().union(*(variant.varying[index] for variant in traced.variants.values()))
-        left = [axis for axis in self._axes if axis in varies - said and self.mesh.abstract.axis_size(axis) > 1]
+        left = [
+            axis for axis in self._axes if axis in varies - said and self.mesh.abstract.axis_size(axis) > 1
+        ]
         if left and self._check:
             names = ", ".join(left)
-            raise ShardingError(explain(f"{path} varies over {names}", where=f"out_specs {spec}", rule="a result is equal on all ranks along the axes that its spec leaves out", remedy=f"vs.psum(..., {left[0]!r}) or vs.pmean it, or say in out_specs how its parts make the whole"))
+            raise ShardingError(
+                explain(
+                    f"{path} varies over {names}",
+                    where=f"out_specs {spec}",
+                    rule="a result is equal on all ranks along the axes that its spec leaves out",
+                    remedy=f"vs.psum(..., {left[0]!r}) or vs.pmean it, or say in out_specs how its parts make the whole",
+                )
+            )
 
         def local(rank: int) -> tuple[int, ...]:
             graph = traced.variant(rank).graph
@@ -282,16 +366,36 @@ class ShardMapped:
         for place in traced.variants:
             rank = rank_at(mesh, dict(zip(traced.apart, place)))
             if layout.local_shape(rank) != local(rank):
-                raise ShardingError(explain(f"{path} has the local shape {local(rank)} on rank {rank}", where=f"out_specs {spec}", rule=f"together the parts are {shape}, of which the spec gives this rank {layout.local_shape(rank)}", remedy="use a RaggedShard with the rows of each rank, or return parts as torch.chunk makes them"))
+                raise ShardingError(
+                    explain(
+                        f"{path} has the local shape {local(rank)} on rank {rank}",
+                        where=f"out_specs {spec}",
+                        rule=f"together the parts are {shape}, of which the spec gives this rank {layout.local_shape(rank)}",
+                        remedy="use a RaggedShard with the rows of each rank, or return parts as torch.chunk makes them",
+                    )
+                )
         return layout
 
-    def _record(self, signature: Signature, made: _Traced) -> Record:
+    def _agree(self, signature: Signature, made: _Traced) -> None:
+        if self.mesh.is_simulated:
+            return
         leaves = dict(zip(made.paths, signature.leaves, strict=True))
-        shown = {path: f"{TensorMeta.of(leaf)}" if isinstance(leaf, Tensor) else f"static {leaf!r}" for path, leaf in leaves.items()}
-        plain = {path: digest(leaf) for path, leaf in leaves.items() if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)}
-        plain |= {f"closed-over tensor {number}": digest(tensor) for number, (_, tensor) in enumerate(made.traced.first.graph.hidden)}
+        shown = {
+            path: f"{TensorMeta.of(leaf)}" if isinstance(leaf, Tensor) else f"static {leaf!r}"
+            for path, leaf in leaves.items()
+        }
+        plain = {
+            path: digest(leaf)
+            for path, leaf in leaves.items()
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
+        }
+        plain |= {
+            f"closed-over tensor {number}": digest(tensor)
+            for number, (_, tensor) in enumerate(made.traced.first.graph.hidden)
+        }
         sequence = tuple(f"{item.kind} over {item.axis}" for item in collectives_of(made.traced))
-        return Record(self._calls, self.name, shown, sequence, plain)
+        lines = made.traced.lines()
+        agree(self.mesh, Record(self._calls, self.name, shown, sequence, checksums(lines), plain), lines)
 
     def run(self, entry: Entry | Pullback, program: Program, leaves: Sequence[Any]) -> list[list[Any]]:
         """Run one of the entry's programs on global arguments: the local results of each hosted rank."""
@@ -319,8 +423,7 @@ class ShardMapped:
 
     def _trace_pullback(self, signature: Signature) -> Pullback:
         made = self._trace(signature)
-        if not self.mesh.is_simulated:
-            agree(self.mesh, self._record(signature, made))
+        self._agree(signature, made)
         tensors = signature.tensors()
         leaves = [signature.leaves[index] for index in tensors]
         known = [layout for layout in made.layouts if layout is not None]
@@ -357,7 +460,15 @@ class ShardMapped:
         traced = trace_mapped(joint, self.mesh.abstract, self._axes, layouts, metas, varying, paths)
         forward, backward = compile_pullback(self, traced, len(tensors), len(first.outputs))
         return Pullback(
-            traced, forward, backward, made.layouts, made.out_spec, made.out_layouts, made.paths, inputs, results
+            traced,
+            forward,
+            backward,
+            made.layouts,
+            made.out_spec,
+            made.out_layouts,
+            made.paths,
+            inputs,
+            results,
         )
 
     def _product(
@@ -438,9 +549,19 @@ def _global_shape(mesh: Any, spec: P, local: Callable[[int], tuple[int, ...]]) -
     shape = list(local(0))
     ragged = [placement for _, placement in spec.items() if isinstance(placement, RaggedShard)]
     if any(len(placement.dims) > 1 for placement in ragged):
-        raise ArgumentError(explain(f"a result in {spec}", rule="from its parts the shape of a tensor that is ragged over several dims can't be told", remedy="use RaggedShard((0,), ...) on a result"))
+        raise ArgumentError(
+            explain(
+                f"a result in {spec}",
+                rule="from its parts the shape of a tensor that is ragged over several dims can't be told",
+                remedy="use RaggedShard((0,), ...) on a result",
+            )
+        )
     for dim in range(len(shape)):
-        along = [axis for axis, placement in spec.items() if getattr(placement, "dim", None) == dim or (dim == 0 and isinstance(placement, RaggedShard))]
+        along = [
+            axis
+            for axis, placement in spec.items()
+            if getattr(placement, "dim", None) == dim or (dim == 0 and isinstance(placement, RaggedShard))
+        ]
         if along:
             total = 0
             for rank in range(mesh.size):
@@ -466,7 +587,14 @@ def _annotated(fn: Callable[..., Any]) -> dict[str, Any]:
             try:
                 value = eval(value, names)
             except Exception as error:
-                raise ArgumentError(explain(f"the annotation {value!r} of {name!r} can't be resolved: {error}", where=getattr(fn, "__qualname__", fn), rule="postponed annotations are resolved with the function's globals and closure", remedy="pass in_specs= and out_specs=")) from None
+                raise ArgumentError(
+                    explain(
+                        f"the annotation {value!r} of {name!r} can't be resolved: {error}",
+                        where=getattr(fn, "__qualname__", fn),
+                        rule="postponed annotations are resolved with the function's globals and closure",
+                        remedy="pass in_specs= and out_specs=",
+                    )
+                ) from None
         spec = _spec_of(value)
         if spec is not None:
             found[name] = spec

@@ -88,9 +88,12 @@ class Arguments:
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
         layout = leaf.layout
-        return (layout, leaf.dtype) if layout.spec.items() else (layout.shape, leaf.dtype)
+        # A 0-d value is whole either way: a step count that went in plain comes back as a DTensor.
+        return (layout, leaf.dtype) if layout.shape else leaf.dtype
     if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype
+        return (tuple(leaf.shape), leaf.dtype, leaf.device) if leaf.dim() else leaf.dtype
+    if isinstance(leaf, float):
+        return repr(leaf)  # -0.0 == 0.0, and 1.0 == 1 == True
     try:
         hash(leaf)
     except TypeError:
@@ -107,7 +110,12 @@ def _leaf_key(leaf: Any) -> Any:
 def _mode() -> tuple[Any, ...]:
     """The torch modes that change what a traced function means."""
     return (
+        torch.is_grad_enabled(),
         torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
         torch.is_autocast_enabled("cuda"),

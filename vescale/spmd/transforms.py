@@ -40,7 +40,7 @@ class _Constrain(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         if ctx.backward_index >= 0:
-            gradient = torch.ops.vescale.constrain(gradient, ctx.backward_index)
+            gradient = _Constrain.apply(gradient, ctx.backward_index, ctx.backward_index)
         return gradient, None, None
 
 
@@ -157,7 +157,14 @@ def grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
     return transformed
 
 
-def vmap(fn: Callable, in_dims: Any = 0, out_dims: Any = 0, *, randomness: str = "error", chunk_size: int | None = None) -> Callable:
+def vmap(
+    fn: Callable,
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    *,
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> Callable:
     """fn over the slices of its arguments along a dim: torch.func.vmap for our trees.
 
     `in_dims` is a dim, None for an argument that is not mapped, or one of these for each argument.
@@ -180,7 +187,9 @@ def vmap(fn: Callable, in_dims: Any = 0, out_dims: Any = 0, *, randomness: str =
             out_spec[:] = [made]
             return tuple(results)
 
-        results = torch.func.vmap(flat, tuple(each), out_dims, randomness=randomness, chunk_size=chunk_size)(*leaves)
+        results = torch.func.vmap(flat, tuple(each), out_dims, randomness=randomness, chunk_size=chunk_size)(
+            *leaves
+        )
         return _tree.unflatten(out_spec[0], results)
 
     return transformed
@@ -210,7 +219,10 @@ class _Remat(torch.autograd.Function):
             return ctx.run(*filled)
 
         outputs, vjp = torch.func.vjp(some, *(tensors[index] for index in chosen))
-        given = tuple(torch.zeros_like(output) if gradient is None else gradient for output, gradient in zip(outputs, gradients, strict=True))
+        given = tuple(
+            torch.zeros_like(output) if gradient is None else gradient
+            for output, gradient in zip(outputs, gradients, strict=True)
+        )
         found = dict(zip(chosen, vjp(given), strict=True))
         return (None, *(found.get(index) for index in range(len(tensors))))
 

@@ -74,7 +74,14 @@ class Mapped:
                     )
                 )
         if len(set(axes)) != len(axes) or not axes:
-            raise ArgumentError(explain(f"{call} over {axes}", where=self.line(), rule="each axis is named once, and there is one at least", remedy="drop the repeated name"))
+            raise ArgumentError(
+                explain(
+                    f"{call} over {axes}",
+                    where=self.line(),
+                    rule="each axis is named once, and there is one at least",
+                    remedy="drop the repeated name",
+                )
+            )
         return axes
 
     def size(self, axes: Sequence[str]) -> int:
@@ -101,8 +108,13 @@ class Mapped:
         values = self.lockstep.meet(self.place, what, value, self.line())
         members: list[dict[str, int]] = [{}]
         for axis in axes:
-            members = [{**member, axis: index} for member in members for index in range(self.mesh.axis_size(axis))]
-        return [values[tuple({**self.place, **{a: i for a, i in member.items() if a in self.place}}.items())] for member in members]
+            members = [
+                {**member, axis: index} for member in members for index in range(self.mesh.axis_size(axis))
+            ]
+        return [
+            values[tuple({**self.place, **{a: i for a, i in member.items() if a in self.place}}.items())]
+            for member in members
+        ]
 
 
 _current: ContextVar[Mapped | None] = ContextVar("vescale_map", default=None)
@@ -155,9 +167,15 @@ class _Join(TorchFunctionMode):
 
     def join(self, value: Any, union: frozenset[str]) -> Any:
         if isinstance(value, Tensor):
-            missing = [axis for axis in self.mapped.mesh.axis_names if axis in union - self.mapped.over(value)]
+            missing = [
+                axis for axis in self.mapped.mesh.axis_names if axis in union - self.mapped.over(value)
+            ]
             # Whole numbers have no gradient, and so nothing to transpose.
-            return pvary(value, missing) if missing and (value.is_floating_point() or value.is_complex()) else value
+            return (
+                pvary(value, missing)
+                if missing and (value.is_floating_point() or value.is_complex())
+                else value
+            )
         if isinstance(value, (tuple, list)):
             joined = [self.join(item, union) for item in value]
             return type(value)(*joined) if hasattr(value, "_fields") else type(value)(joined)
@@ -168,7 +186,9 @@ class _Join(TorchFunctionMode):
     def check_in_place(self, func: Any, args: Any, kwargs: Any, union: frozenset[str]) -> None:
         name = getattr(func, "__name__", "")
         target = kwargs.get("out") if isinstance(kwargs.get("out"), Tensor) else args[0] if args else None
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+        in_place = (
+            name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+        )
         if in_place and isinstance(target, Tensor) and self.mapped.over(target) != union:
             axes = sorted(union - self.mapped.over(target))
             raise TraceError(
@@ -213,7 +233,10 @@ class Lockstep:
         if len(calls) == 1 and not inside_functorch():
             return [calls[0]()]
         # Transforms of torch.func that the caller is inside of don't reach another thread; autocast must.
-        casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+        casts = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        ]
         results: list[Any] = [None] * len(calls)
 
         def work(index: int) -> None:
@@ -254,7 +277,11 @@ class Lockstep:
 
     def _advance(self) -> None:
         """Let everyone go on once all that still run have come to the same collective."""
-        if self._error is None and self._waiting and self._finished | self._waiting.keys() == set(self.places):
+        if (
+            self._error is None
+            and self._waiting
+            and self._finished | self._waiting.keys() == set(self.places)
+        ):
             calls = {(what, line) for what, _, line in self._waiting.values()}
             if self._finished or len({what for what, _ in calls}) > 1:
                 self._error = self._disagreement()
@@ -270,7 +297,8 @@ class Lockstep:
         calls |= {dict_text(place): "no further collective" for place in self._finished}
         return TraceError(
             explain(
-                "ranks that run different collectives: " + "; ".join(f"{place}: {call}" for place, call in calls.items()),
+                "ranks that run different collectives: "
+                + "; ".join(f"{place}: {call}" for place, call in calls.items()),
                 rule="all ranks run the same collectives in the same order",
                 remedy="don't branch on local shapes around a collective",
             )
@@ -291,5 +319,3 @@ class _Abandoned(BaseException):
 
 def dict_text(place: tuple) -> str:
     return ", ".join(f"{axis} {index}" for axis, index in place)
-
-

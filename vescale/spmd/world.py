@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,9 @@ def start(device: torch.device | str | None = None) -> torch.device:
 
 
 def _init(backend: str) -> None:
-    dist.init_process_group(backend)
+    # A hang is a failure: what waits longer than this for its peers gets an error.
+    seconds = float(os.environ.get("VESCALE_TIMEOUT", "300"))
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
     assert dist.group.WORLD is not None
     _started.append(dist.group.WORLD)
 

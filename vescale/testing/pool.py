@@ -117,14 +117,12 @@ class RankPool:
 def _serve(rank: int, size: int, store: str, timeout: float, pipe: Connection) -> None:
     """The life of a rank: join the group, then jobs until the pipe is closed."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, size),  # pyright: ignore[reportPrivateImportUsage]
-        rank=rank,
-        world_size=size,
-        # Shorter than the pool's patience, so that a hung collective is told by its own error.
-        timeout=timedelta(seconds=timeout * 0.8),
-    )
+    # Shorter than the pool's patience, so that a hung collective, or a rank that nobody hears from, is
+    # told by its own error.
+    patience = timedelta(seconds=timeout * 0.8)
+    meeting = dist.FileStore(store, size)  # pyright: ignore[reportPrivateImportUsage]
+    meeting.set_timeout(patience)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=patience)
     pipe.send_bytes(pickle.dumps((True, None)))
     while True:
         try:

@@ -7,6 +7,7 @@ error that names the rank, the call and the first difference, instead of a hang.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -23,23 +24,43 @@ class Record:
     function: str
     signature: Mapping[str, str]  # argument path -> what it is
     sequence: Sequence[str]  # collectives in order
+    program: Sequence[int]  # checksums of the lines of the program, see `checksums`
     plain: Mapping[str, str]  # digests of plain tensors, by path
 
 
-def agree(mesh: Mesh, record: Record) -> None:
+def checksums(lines: Sequence[str]) -> list[int]:
+    """One number a line, short enough to be sent for a program of thousands."""
+    return [zlib.crc32(line.encode()) for line in lines]
+
+
+def agree(mesh: Mesh, record: Record, lines: Sequence[str]) -> None:
     """Publish the record of this rank and compare it with those of all others in the mesh.
 
-    Raises ConsistencyError on every rank when two differ, or when a rank publishes none within the
-    store's timeout: it runs something else.
+    `lines` is the program that `record.program` has the checksums of. Raises ConsistencyError on every
+    rank when two differ, or when a rank publishes none within the store's timeout: it runs something else.
     """
     if mesh.is_simulated or mesh.size == 1:
         return
-    records = [
-        Record(**answer) for answer in exchange(mesh, f"a new program of {record.function}", asdict(record))
-    ]
+    what = f"a new program of {record.function}"
+    records = [Record(**answer) for answer in exchange(mesh, what, asdict(record))]
     difference = first_difference(dict(enumerate(records)))
     if difference is not None:
         raise ConsistencyError(difference)
+    programs = [tuple(other.program) for other in records]
+    if len(set(programs)) > 1:
+        rank = next(rank for rank, program in enumerate(programs) if program != programs[0])
+        pairs = enumerate(zip(programs[0], programs[rank]))
+        shortest = min(len(programs[0]), len(programs[rank]))
+        index = next((index for index, (mine, theirs) in pairs if mine != theirs), shortest)
+        shown = exchange(mesh, what, lines[index] if index < len(lines) else "nothing")
+        raise ConsistencyError(
+            explain(
+                f"line {index} of the program is `{shown[0]}` on rank 0 and `{shown[rank]}` on rank {rank}",
+                where=f"call {record.call} of {record.function}",
+                rule="all ranks run the same function",
+                remedy="look for a branch on the rank, or a Python value that differs between ranks",
+            )
+        )
 
 
 def first_difference(records: Mapping[int, Record]) -> str | None:

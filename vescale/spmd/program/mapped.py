@@ -57,6 +57,14 @@ class MappedTrace:
         coordinate = self.mesh.coordinate(rank)
         return self.variants[tuple(coordinate[axis] for axis in self.apart)]
 
+    def lines(self) -> list[str]:
+        """All variants as ranks compare them: the same list on every rank."""
+        return [
+            line.split("  # ")[0]
+            for variant in self.variants.values()
+            for line in str(variant.graph).splitlines()
+        ]
+
     @property
     def first(self) -> Variant:
         return self.variant(0)
@@ -108,13 +116,18 @@ def _variants(
 
     def traced(place: Mapping[str, int]) -> Variant:
         rank = rank_at(mesh, place)
-        local = [TensorMeta(layout.local_shape(rank), meta.dtype, meta.device) for layout, meta in zip(layouts, metas, strict=True)]
+        local = [
+            TensorMeta(layout.local_shape(rank), meta.dtype, meta.device)
+            for layout, meta in zip(layouts, metas, strict=True)
+        ]
         mapped = Mapped(mesh, axes, place, lockstep, given=varying)
         outputs: list[frozenset[str]] = []
 
         def run(tensors: list[Tensor]) -> Sequence[Any]:
             results = within(mapped, lambda: fn(tensors))
-            outputs[:] = [mapped.over(result) if isinstance(result, Tensor) else frozenset() for result in results]
+            outputs[:] = [
+                mapped.over(result) if isinstance(result, Tensor) else frozenset() for result in results
+            ]
             return results
 
         return Variant(cleanup(trace(run, local, paths, Tracing(observer=mapped))), tuple(outputs))
@@ -149,8 +162,13 @@ def _check_sequences(variants: Mapping[tuple[int, ...], Variant], apart: tuple[s
     for place in others:
         theirs = [(_name(node), node.args[1]) for node in exchanges_of(variants[place].graph)]
         if mine != theirs:
-            index = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
-            shown = [f"{calls[index][0]} over {', '.join(calls[index][1])}" if index < len(calls) else "none" for calls in (mine, theirs)]
+            index = next(
+                (i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs))
+            )
+            shown = [
+                f"{calls[index][0]} over {', '.join(calls[index][1])}" if index < len(calls) else "none"
+                for calls in (mine, theirs)
+            ]
             raise TraceError(
                 explain(
                     f"collective {index} is {shown[0]} at {dict(zip(apart, first))} and {shown[1]} at {dict(zip(apart, place))}",
@@ -170,24 +188,43 @@ def collectives_of(traced: MappedTrace, rank: int = 0) -> Collectives:
         count = 1
         for axis in node.args[1]:
             count *= traced.mesh.axis_size(axis)
-        received = {"psum": 2 * meta.nbytes * (count - 1) // count}.get(_name(node) or "", graph.metas[out].nbytes * (count - 1) // count)
-        found.append(CollectiveInfo(_name(node) or "", tuple(node.args[1]), received, str(meta), "called", str(node.origin)))
+        received = {"psum": 2 * meta.nbytes * (count - 1) // count}.get(
+            _name(node) or "", graph.metas[out].nbytes * (count - 1) // count
+        )
+        found.append(
+            CollectiveInfo(
+                _name(node) or "", tuple(node.args[1]), received, str(meta), "called", str(node.origin)
+            )
+        )
     return Collectives(found)
 
 
 # Instructions.
 
 
-def compile_mapped(traced: MappedTrace, mesh: Mesh, graphs: Callable[[Variant], Graph] = lambda variant: variant.graph) -> Program:
+def compile_mapped(
+    traced: MappedTrace, mesh: Mesh, graphs: Callable[[Variant], Graph] = lambda variant: variant.graph
+) -> Program:
     """The program of the ranks that `mesh` hosts; `graphs` may choose a part of each variant."""
 
     def listing(rank: int) -> Listing:
         graph = graphs(traced.variant(rank))
         inputs = (*graph.inputs, *(value for value, _ in graph.hidden))
         same: dict[int, int] = {}
-        instructions = [made for node in graph.nodes if (made := _instruction(node, mesh.abstract, rank, same)) is not None]
-        outputs = tuple(same.get(output.id, output.id) if isinstance(output, Ref) else None for output in graph.outputs)
-        return Listing(tuple(instructions), inputs, outputs, lambda value: (graph.metas[value].shape, graph.metas[value].dtype))
+        instructions = [
+            made
+            for node in graph.nodes
+            if (made := _instruction(node, mesh.abstract, rank, same)) is not None
+        ]
+        outputs = tuple(
+            same.get(output.id, output.id) if isinstance(output, Ref) else None for output in graph.outputs
+        )
+        return Listing(
+            tuple(instructions),
+            inputs,
+            outputs,
+            lambda value: (graph.metas[value].shape, graph.metas[value].dtype),
+        )
 
     counts = len(exchanges_of(graphs(traced.first)))
     nodes = {place: exchanges_of(graphs(variant)) for place, variant in traced.variants.items()}
@@ -200,7 +237,11 @@ def compile_mapped(traced: MappedTrace, mesh: Mesh, graphs: Callable[[Variant], 
 
         return find
 
-    return Program(mesh, [listing(rank) for rank in mesh.local_ranks], [_bind_groups(mesh, node_of(index)) for index in range(counts)])
+    return Program(
+        mesh,
+        [listing(rank) for rank in mesh.local_ranks],
+        [_bind_groups(mesh, node_of(index)) for index in range(counts)],
+    )
 
 
 def _instruction(node: Node, mesh: AbstractMesh, rank: int, same: dict[int, int]) -> Instruction | None:
@@ -245,7 +286,9 @@ def _bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Co
     axes = tuple(node_of(mesh.local_ranks[0])[0].args[1])
     if not mesh.is_simulated:
         return _bind(*node_of(mesh.rank), mesh[axes])
-    inside = make_mesh({axis: mesh.abstract.axis_size(axis) for axis in mesh.axis_names if axis in axes}, backend="simulated")
+    inside = make_mesh(
+        {axis: mesh.abstract.axis_size(axis) for axis in mesh.axis_names if axis in axes}, backend="simulated"
+    )
     groups: dict[tuple[int, ...], Collective] = {}
     for rank in range(mesh.size):
         members = group_ranks(mesh.abstract, axes, rank)
@@ -295,7 +338,9 @@ def _steps(group: Mesh, shape: Sequence[int], src: P, dst: P) -> Collective:
             runs.append(bind(step, group))
         else:
             local = [bind_local(step, rank) for rank in group.local_ranks]
-            runs.append(lambda values, local=local: [fn(value) for fn, value in zip(local, values, strict=True)])
+            runs.append(
+                lambda values, local=local: [fn(value) for fn, value in zip(local, values, strict=True)]
+            )
     if not runs:
         return lambda values: [value.clone() for value in values]
     if len(runs) == 1:
@@ -311,7 +356,9 @@ def _steps(group: Mesh, shape: Sequence[int], src: P, dst: P) -> Collective:
 
 def _is_chunked(sizes: Sequence[int]) -> bool:
     total, count = sum(sizes), len(sizes)
-    return list(sizes) == [stop - start for start, stop in (chunk(total, count, index) for index in range(count))]
+    return list(sizes) == [
+        stop - start for start, stop in (chunk(total, count, index) for index in range(count))
+    ]
 
 
 def _split_spec(axes: tuple[str, ...], dim: int, sizes: Sequence[int]) -> tuple[P, bool]:
@@ -330,7 +377,9 @@ def _split_spec(axes: tuple[str, ...], dim: int, sizes: Sequence[int]) -> tuple[
     return P.of([(axes[0], placement)]), True
 
 
-def _along(group: Mesh, axes: tuple[str, ...], shape: Sequence[int], dim: int, sizes: Sequence[int], gather: bool) -> Collective:
+def _along(
+    group: Mesh, axes: tuple[str, ...], shape: Sequence[int], dim: int, sizes: Sequence[int], gather: bool
+) -> Collective:
     spec, moved = _split_spec(axes, dim, sizes)
     whole = [sum(sizes) if index == dim else size for index, size in enumerate(shape)]
     if moved:
@@ -339,14 +388,29 @@ def _along(group: Mesh, axes: tuple[str, ...], shape: Sequence[int], dim: int, s
     run = _steps(group, whole, spec, P()) if gather else _steps(group, whole, partial, spec)
     if not moved or dim == 0:
         return run
-    return lambda values: [result.movedim(0, dim) for result in run([value.movedim(dim, 0).contiguous() for value in values])]
+    return lambda values: [
+        result.movedim(0, dim) for result in run([value.movedim(dim, 0).contiguous() for value in values])
+    ]
 
 
-def _bind_all_to_all(group: Mesh, axes: tuple[str, ...], shape: Sequence[int], split: int, concat: int, split_sizes: Sequence[int], concat_sizes: Sequence[int]) -> Collective:
+def _bind_all_to_all(
+    group: Mesh,
+    axes: tuple[str, ...],
+    shape: Sequence[int],
+    split: int,
+    concat: int,
+    split_sizes: Sequence[int],
+    concat_sizes: Sequence[int],
+) -> Collective:
     if split == concat:
         count, part = len(split_sizes), split_sizes[0]
         rest = [size for dim, size in enumerate(shape) if dim != split]
-        run = _steps(group, [count, count, part, *rest], P.of((axis, Shard(0)) for axis in axes), P.of((axis, Shard(1)) for axis in axes))
+        run = _steps(
+            group,
+            [count, count, part, *rest],
+            P.of((axis, Shard(0)) for axis in axes),
+            P.of((axis, Shard(1)) for axis in axes),
+        )
 
         def exchange(values: Sequence[Tensor]) -> list[Tensor]:
             cut = [value.movedim(split, 0).reshape(1, count, part, *rest) for value in values]
@@ -361,7 +425,10 @@ def _bind_all_to_all(group: Mesh, axes: tuple[str, ...], shape: Sequence[int], s
     whole.insert(0, whole.pop(concat))
     at = split + 1 if split < concat else split
     run = _steps(group, whole, source, P.of((axis, Shard(at)) for axis in axes))
-    return lambda values: [result.movedim(0, concat) for result in run([value.movedim(concat, 0).contiguous() for value in values])]
+    return lambda values: [
+        result.movedim(0, concat)
+        for result in run([value.movedim(concat, 0).contiguous() for value in values])
+    ]
 
 
 def _mesh_index(mesh: AbstractMesh, axes: Sequence[str], member: int) -> int:

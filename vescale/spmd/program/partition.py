@@ -26,14 +26,16 @@ from typing import Any
 
 import torch
 
-from ..._errors import ShardingError, explain
+from ..._errors import LayoutError, ShardingError, explain
 from ..layout import AbstractMesh, Layout, replicated
 from ..placements import InterleavedShard, P, Partial, RaggedShard, Shard
 from ..redistribute_plan import Step, plan
 from ..rules.notation import Dims, Pattern, find_rule, is_source
+from ..rules.random import refused
 from .candidates import (
     ANY,
     Candidate,
+    Cut,
     Deferred,
     Factor,
     Impossible,
@@ -366,12 +368,14 @@ class _Walk:
         rule = find_rule(node.op)
         if rule is None:
             if torch.Tag.nondeterministic_seeded in node.op.tags:
+                raise refused(node)
+            if node.op.overloadpacket.__name__.startswith("as_strided"):
                 raise ShardingError(
                     explain(
-                        f"{node.op}, a random op of torch",
+                        f"{node.op}",
                         where=node.origin,
-                        rule="torch's own random ops are not sharded yet",
-                        remedy="draw with a key: vs.rng.normal(key, shape), vs.rng.uniform(key, shape)",
+                        rule="strides are those of one device's memory: pieces have others",
+                        remedy="use view, permute, slicing or unfold",
                     )
                 )
             self.unruled.append(node)
@@ -471,8 +475,31 @@ class _Walk:
                 for candidate in possible
                 if (score := self.score(axis, candidate, pattern, operands, states, node)) is not None
             ]
-            chosen[axis] = min(scored, key=lambda entry: entry[0])[1]
+            best = sorted(scored, key=lambda entry: entry[0])
+            chosen[axis] = next(
+                candidate
+                for _, candidate in best
+                if self.legal({**chosen, axis: candidate}, pattern, operands, node)
+            )
         return chosen
+
+    def legal(
+        self, chosen: Mapping[str, Candidate], pattern: Pattern, operands: list[int], node: Node
+    ) -> bool:
+        """Whether there are layouts with all of these states: not every piece can be cut raggedly."""
+        if not any(isinstance(candidate, Cut) for candidate in chosen.values()):
+            return True
+        outs = [out for out in node.outs if out is not None]
+        try:
+            for index, value in enumerate(operands):
+                states = {axis: candidate.operand(pattern, index) for axis, candidate in chosen.items()}
+                layout_from(self.mesh, self.metas[value].shape, states)
+            for place, out in enumerate(outs):
+                states = {axis: candidate.result(pattern, place) for axis, candidate in chosen.items()}
+                layout_from(self.mesh, self.metas[out].shape, states)
+        except LayoutError:
+            return False
+        return True
 
     def score(
         self,

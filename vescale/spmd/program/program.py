@@ -18,7 +18,7 @@ from ..mesh import Mesh
 from ..redistribute import Collective, bind
 from .codegen import Looks, generate
 from .emit import Instruction, emit
-from .ir import Ref, map_args
+from .ir import Graph, Ref, map_args
 from .partition import Compute, Move, Partitioned
 
 
@@ -68,6 +68,33 @@ def collectives(partitioned: Partitioned) -> Collectives:
         for move in partitioned.steps
         if isinstance(move, Move) and move.step.is_collective
     )
+
+
+def sequence(partitioned: Partitioned) -> tuple[str, ...]:
+    """The collectives as ranks compare them: with layouts, so that a sum and a maximum never meet."""
+    moves = [step for step in partitioned.steps if isinstance(step, Move) and step.step.is_collective]
+    return tuple(
+        f"{info}  {move.step.src.spec} -> {move.step.dst.spec}"
+        for info, move in zip(collectives(partitioned), moves, strict=True)
+    )
+
+
+def as_lines(partitioned: Partitioned, graph: Graph) -> list[str]:
+    """The program as ranks compare it: instructions, without where they came from, and static results."""
+    lines = [line.split("  # ")[0] for line in as_text(partitioned).splitlines()]
+    return [*lines, f"static results {[out for out in graph.outputs if not isinstance(out, Ref)]}"]
+
+
+def aliases(partitioned: Partitioned, inputs: set[int]) -> tuple[int, ...]:
+    """The outputs that may share memory with some of these inputs."""
+    shared = set(inputs)
+    for step in partitioned.steps:
+        if isinstance(step, Move):
+            if not step.step.is_collective and step.source in shared:
+                shared.add(step.target)
+        elif step.pattern.view and step.operands[0] in shared:
+            shared.update(number for number in step.results if number is not None)
+    return tuple(index for index, number in enumerate(partitioned.outputs) if number in shared)
 
 
 def as_text(partitioned: Partitioned) -> str:
@@ -146,15 +173,27 @@ class Program:
         return results
 
 
-def compile_partitioned(partitioned: Partitioned, mesh: Mesh) -> Program:
-    """The program of decisions, for the ranks that `mesh` hosts here."""
+def listing(partitioned: Partitioned, rank: int) -> Listing:
+    """What a rank of the mesh runs."""
     values = partitioned.values
 
-    def listing(rank: int) -> Listing:
-        def looks(number: int) -> tuple[tuple[int, ...], torch.dtype]:
-            return values[number].layout.local_shape(rank), values[number].meta.dtype
+    def looks(number: int) -> tuple[tuple[int, ...], torch.dtype]:
+        return values[number].layout.local_shape(rank), values[number].meta.dtype
 
-        return Listing(emit(partitioned, rank), partitioned.inputs, partitioned.outputs, looks)
+    return Listing(emit(partitioned, rank), partitioned.inputs, partitioned.outputs, looks)
 
+
+def source_of(partitioned: Partitioned, rank: int) -> str:
+    """The generated Python of a rank of the mesh."""
+    made = listing(partitioned, rank)
+    return generate(made.instructions, made.inputs, made.outputs, made.looks)[1]
+
+
+def compile_partitioned(partitioned: Partitioned, mesh: Mesh) -> Program:
+    """The program of decisions, for the ranks that `mesh` hosts here."""
     moves = [step for step in partitioned.steps if isinstance(step, Move) and step.step.is_collective]
-    return Program(mesh, [listing(rank) for rank in mesh.local_ranks], [bind(move.step, mesh) for move in moves])
+    return Program(
+        mesh,
+        [listing(partitioned, rank) for rank in mesh.local_ranks],
+        [bind(move.step, mesh) for move in moves],
+    )

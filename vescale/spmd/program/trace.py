@@ -19,10 +19,18 @@ from typing import Any, Protocol
 
 import torch
 
-from ..._compat import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, data_dependent_errors, is_mutable
+from ..._compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    data_dependent_errors,
+    is_mutable,
+)
 from ..._errors import TraceError, VescaleError, explain
 from ..layout import Layout
 from ..placements import P
+from .functionalise import functionalise
 from .ir import Graph, Node, Origin, Ref, TensorMeta
 
 aten = torch.ops.aten
@@ -72,20 +80,7 @@ class Tracing:
     region: str = ""
     modules: list[str] = field(default_factory=list)  # the stack of running modules, by path
     seen: dict[torch.nn.Module, str] = field(default_factory=dict)  # paths of the modules that ran
-
-    def seen_modules(self) -> list[tuple[torch.nn.Module, tuple[str, ...]]]:
-        """The modules that ran, with the names of their scalar attributes: what a program may depend on."""
-        return [
-            (
-                module,
-                tuple(
-                    name
-                    for name, value in vars(module).items()
-                    if type(value) in (bool, int, float, str) and name != "training"
-                ),
-            )
-            for module in self.seen
-        ]
+    roots: dict[torch.nn.Module, None] = field(default_factory=dict)  # those not called by another one
 
 
 _current: ContextVar[Tracing | None] = ContextVar("vescale_trace", default=None)
@@ -109,22 +104,6 @@ def trace(
     when fn needs a value, has an output shape that depends on data, or mutates an input.
     """
     tracing = tracing or Tracing()
-    recorder = _record(fn, inputs, paths, tracing, marks, functional=False)
-    if recorder.mutable is not None:
-        # In-place ops on temporaries: trace again with functionalised mutation.
-        tracing.constraints.clear()
-        recorder = _record(fn, inputs, paths, tracing, marks, functional=True)
-    return recorder.graph
-
-
-def _record(
-    fn: Callable,
-    inputs: Sequence[TensorMeta],
-    paths: Sequence[str],
-    tracing: Tracing,
-    marks: Sequence[Mark | None],
-    functional: bool,
-) -> _Recorder:
     fake_mode = FakeTensorMode()
     with fake_mode:
         fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=meta.device) for meta in inputs]
@@ -133,25 +112,21 @@ def _record(
     if tracing.observer is not None:
         tracing.observer.line = lambda: recorder.line or _user_line()
         tracing.observer.inputs(fakes)
-    run = torch.func.functionalize(fn) if functional else fn
     token = _current.set(tracing)
     try:
         with fake_mode, recorder, _module_stack(tracing):
-            results = run(fakes)
+            results = fn(fakes)
     except VescaleError:
         raise
     except data_dependent_errors() as error:
         raise _data_dependent(recorder, error) from error
     finally:
         _current.reset(token)
-    recorder.finish(results, tracing)
-    return recorder
+    return functionalise(recorder.finish(results, tracing))
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down each ATen call. `graph` is there after `finish`."""
-
-    graph: Graph
+    """Writes down each ATen call."""
 
     def __init__(
         self, fake_mode: Any, fakes: list[torch.Tensor], paths: Sequence[str], tracing: Tracing
@@ -164,7 +139,6 @@ class _Recorder(TorchDispatchMode):
         self.metas: list[TensorMeta] = []
         self.nodes: list[Node] = []
         self.hidden: dict[int, tuple[int, torch.Tensor, torch.Tensor, int]] = {}  # last: its version
-        self.mutable: str | None = None
         self.line = ""
         self.wrote = ""  # the line of an in-place op whose versions are not checked yet
         self.inputs = tuple(self.number(fake) for fake in fakes)
@@ -187,7 +161,6 @@ class _Recorder(TorchDispatchMode):
         args, kwargs = self.lift(args), {name: self.lift(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         if is_mutable(func):
-            self.mutable = self.mutable or self.line
             self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         if self.tracing.observer is not None:
@@ -278,10 +251,10 @@ class _Recorder(TorchDispatchMode):
                     )
                 )
 
-    def finish(self, results: Sequence[Any], tracing: Tracing) -> None:
+    def finish(self, results: Sequence[Any], tracing: Tracing) -> Graph:
         self.check_inputs()
         outputs = tuple(self.refer(self.lift(result)) for result in results)
-        self.graph = Graph(
+        return Graph(
             self.inputs,
             tuple((value, tensor) for value, tensor, _, _ in self.hidden.values()),
             tuple(self.nodes),
@@ -328,6 +301,7 @@ def _module_stack(tracing: Tracing) -> Iterator[None]:
 
     def name_of(module: torch.nn.Module) -> str:
         if not depth:
+            tracing.roots[module] = None
             names.clear()
             names.update({id(child): name for name, child in module.named_modules()})
         return names.get(id(module), type(module).__name__)

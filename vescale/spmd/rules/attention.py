@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..._errors import ShardingError, explain
 from ..program.ir import Node, Ref, TensorMeta
-from .notation import Dims, Pattern, argument, operand_metas, rule
+from .notation import Dims, LocalCall, Pattern, argument, operand_metas, rule
 
 aten = torch.ops.aten
 
@@ -51,7 +53,30 @@ def _attention(
         shape = metas[mask.id].shape
         full = (*names["row"], ("s",))[4 - len(shape) :]
         dims.append(tuple(() if size == 1 else dim for size, dim in zip(shape, full, strict=True)))
-    return Pattern(tuple(dims), tuple(names[name] for name in results), sizes, whole=frozenset(whole))
+    return Pattern(
+        tuple(dims),
+        tuple(names[name] for name in results),
+        sizes,
+        whole=frozenset(whole),
+        local=_unless_empty,
+    )
+
+
+def _unless_empty(call: LocalCall) -> LocalCall:
+    """A rank may have no heads or no rows left; torch's kernels divide by their number."""
+    if all(math.prod(layout.local_shape(call.rank)) for layout in call.operands[:2]):
+        return call
+    backward = call.node.op is aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return replace(call, fn=_no_gradients if backward else _no_attention)
+
+
+def _no_attention(query: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
+
+
+def _no_gradients(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
+    return torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default)

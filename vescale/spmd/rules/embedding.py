@@ -12,16 +12,25 @@ from .notation import LocalCall, rule
 aten = torch.ops.aten
 
 
+def check_range(indices: Any, size: int, what: str) -> None:
+    """An index that no rank has is an error, as it is on one device: masked, it would be a silent zero."""
+    inside = ((indices >= 0) & (indices < size)).all()
+    aten._assert_async.msg(inside, f"{what} is out of range: there are {size}")
+
+
 def _own_rows(call: LocalCall) -> LocalCall:
     weight = call.operands[0]
     ((first, stop), *rest) = weight.index_sets(call.rank)[0] or ((0, 0),)
     if stop - first == weight.shape[0]:
         return call
     assert not rest, "the rule offers contiguous rows only"
-    return replace(call, fn=_lookup_own, args=(*call.args[:2], first, stop - first), kwargs={})
+    return replace(
+        call, fn=_lookup_own, args=(*call.args[:2], first, stop - first, weight.shape[0]), kwargs={}
+    )
 
 
-def _lookup_own(weight: Any, indices: Any, first: int, count: int) -> Any:
+def _lookup_own(weight: Any, indices: Any, first: int, count: int, rows: int) -> Any:
+    check_range(indices, rows, "an index into an embedding")
     if not count:
         return weight.new_zeros(*indices.shape, weight.shape[1])
     own = indices - first

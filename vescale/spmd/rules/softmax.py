@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..program.ir import Node, TensorMeta
+from .embedding import check_range
 from .notation import Dims, LocalCall, Pattern, operand_metas, rule
 
 aten = torch.ops.aten
@@ -81,13 +82,21 @@ def _own_classes(call: LocalCall) -> LocalCall:
     first, count = _class_range(log_probs, call.rank)
     if count == log_probs.shape[-1]:
         return call
-    return replace(call, fn=_nll_forward_own, args=(*call.args, first, count))
+    return replace(call, fn=_nll_forward_own, args=(*call.args, first, count, log_probs.shape[-1]))
 
 
 def _nll_forward_own(
-    log_probs: Any, target: Any, weight: Any, reduction: int, ignore_index: int, first: int, count: int
+    log_probs: Any,
+    target: Any,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+    first: int,
+    count: int,
+    classes: int,
 ) -> Any:
     """The loss of the rank's own classes, and how many targets they are: both are contributions to a sum."""
+    check_range(torch.where(target == ignore_index, 0, target), classes, "a target class")
     if not count:
         return log_probs.new_zeros(()), log_probs.new_zeros(())
     own = target - first
@@ -188,7 +197,10 @@ def _cross_entropy_backward_own(
         -1, torch.where(mine, own, 0).unsqueeze(-1), torch.where(mine, -one, 0 * one).unsqueeze(-1)
     )
     scale = gradient / total_weight if reduction == MEAN else gradient
-    return result * torch.where(target != ignore_index, scale, 0 * scale).unsqueeze(-1)
+    nothing = torch.zeros(
+        (), dtype=result.dtype, device=result.device
+    )  # an ignored row is 0, whatever the scale
+    return result * torch.where(target != ignore_index, scale, nothing).unsqueeze(-1)
 
 
 rule(
