@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,35 @@ def give_up(mesh: Mesh, error: BaseException) -> None:
     """Say that this rank failed where its peers may be waiting for its record: they need not wait longer."""
     if not mesh.is_simulated and mesh.local_ranks:
         _publish(mesh, [None, f"{type(error).__name__}: {error}"])
+
+
+def stuck(mesh: Mesh, where: str, error: BaseException, seconds: float = 3.0) -> str:
+    """The text for a collective that failed: what it was here, and where the other ranks say that they are.
+
+    Every rank whose collective fails says so in the store, and listens for a while to the others.
+    """
+    store = mesh.store
+    said: dict[int, str] = {}
+    if store is not None:
+        key = f"vescale/stuck/{mesh.abstract}@{mesh.world_ranks[0]}"
+        store.set(f"{key}/{mesh.rank}", where)
+        end = time.monotonic() + seconds
+        while len(said) < mesh.size and time.monotonic() < end:
+            time.sleep(0.05)
+            missing = [
+                rank for rank in range(mesh.size) if rank not in said and store.check([f"{key}/{rank}"])
+            ]
+            said |= {rank: store.get(f"{key}/{rank}").decode() for rank in missing}
+    elsewhere = "; ".join(f"rank {rank} is at {text}" for rank, text in said.items() if text != where)
+    silent = ", ".join(str(rank) for rank in range(mesh.size) if rank not in said)
+    found = f"{where} did not complete on rank {mesh.rank} ({' '.join(str(error).split())[:200]})"
+    return explain(
+        "; ".join(
+            part for part in (found, elsewhere, f"no word from rank {silent}" if silent else "") if part
+        ),
+        rule="all ranks run the same collectives, and none dies or is late by more than the group's timeout",
+        remedy="look at what the named ranks do instead: other code, an error, or a call that hit their cache",
+    )
 
 
 def _publish(mesh: Mesh, record: list[Any]) -> tuple[Any, Callable[[int, int], str], int]:

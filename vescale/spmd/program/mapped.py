@@ -241,6 +241,10 @@ def compile_mapped(
         mesh,
         [listing(rank) for rank in mesh.local_ranks],
         [_bind_groups(mesh, node_of(index)) for index in range(counts)],
+        [
+            f"{_name(node)} over {', '.join(node.args[1])} at {node.origin}"
+            for node in exchanges_of(graphs(traced.first))
+        ],
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ..._compat import below_autograd
+from ..._errors import ConsistencyError
+from ..agree import stuck
 from ..mesh import Mesh
 from ..redistribute import Collective, bind
 from .codegen import Looks, generate
@@ -137,11 +139,18 @@ class Listing:
 class Program:
     """The compiled programs of the ranks that this process hosts, for one signature.
 
-    `listings` are those of `mesh.local_ranks`, `exchanges` the bound collectives in order.
+    `listings` are those of `mesh.local_ranks`; `exchanges` are the bound collectives in order, and
+    `labels` what errors call them.
     """
 
-    def __init__(self, mesh: Mesh, listings: Sequence[Listing], exchanges: Sequence[Collective]) -> None:
-        self.mesh, self.exchanges = mesh, list(exchanges)
+    def __init__(
+        self,
+        mesh: Mesh,
+        listings: Sequence[Listing],
+        exchanges: Sequence[Collective],
+        labels: Sequence[str],
+    ) -> None:
+        self.mesh, self.exchanges, self.labels = mesh, list(exchanges), tuple(labels)
         self.sources: list[str] = []
         self.runs: list[Callable[[list[Any]], Any]] = []
         for listing in listings:
@@ -162,7 +171,7 @@ class Program:
         results: list[list[Any]] = []
         for number in range(len(self.exchanges)):
             assert all(stop[0] == number for stop in stops)
-            received = self.exchanges[number]([stop[1] for stop in stops])
+            received = self._exchange(number, [stop[1] for stop in stops])
             stops = []
             for rank, value in zip(running, received, strict=True):
                 try:
@@ -171,6 +180,16 @@ class Program:
                     results.append(done.value)
             del received
         return results
+
+    def _exchange(self, number: int, values: list[Any]) -> list[Any]:
+        try:
+            return self.exchanges[number](values)
+        except RuntimeError as error:
+            if self.mesh.is_simulated:
+                raise
+            raise ConsistencyError(
+                stuck(self.mesh, f"collective {number}: {self.labels[number]}", error)
+            ) from error
 
 
 def listing(partitioned: Partitioned, rank: int) -> Listing:
@@ -196,4 +215,5 @@ def compile_partitioned(partitioned: Partitioned, mesh: Mesh) -> Program:
         mesh,
         [listing(partitioned, rank) for rank in mesh.local_ranks],
         [bind(move.step, mesh) for move in moves],
+        sequence(partitioned),
     )
