@@ -23,6 +23,9 @@ from torch._subclasses.fake_tensor import (
 # 2.11 - 2.13. A mode that sees every ATen call; documented, but lives in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+# 2.11 - 2.13. What torch.func keeps of itself; it has no stub.
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+
 # 2.11 - 2.13. The type of `torch.ops.aten.mm.default`, for annotations and isinstance.
 OpOverload = torch._ops.OpOverload
 
@@ -65,16 +68,16 @@ def make_wrapper(
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
 
-def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def base_tensor(tensor: torch.Tensor) -> Any:
     """2.11 - 2.13. The tensor below torch.func's wrappers (grad levels, vmap), which hide who it is."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
 def inside_functorch() -> bool:
     """2.11 - 2.13. Whether a transform of torch.func is running here: it would wrap what a trace makes."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _functorch.peek_interpreter_stack() is not None
 
 
 def written_arguments(op: Any) -> list[int]:

@@ -27,15 +27,15 @@ FLOORS = [{"_errors"}, {"_tree"}, {"_compat"}, {"rng"}, {"spmd"}]
 FLOORS += [{"fsdp", "optim", "checkpoint"}, {"testing", "debug"}]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
-PUBLIC = """
-    VescaleError
-    Mesh make_mesh
-    InterleavedShard P Partial RaggedShard Replicate Shard
-    Layout DTensor distribute_tensor from_local distribute
-    Plan Staged parallelize
-    constrain grad value_and_grad
-    optim rng
-""".split()
+PUBLIC = [
+    *("VescaleError",),
+    *("Mesh", "make_mesh"),
+    *("InterleavedShard", "P", "Partial", "RaggedShard", "Replicate", "Shard"),
+    *("Layout", "DTensor", "distribute_tensor", "from_local", "distribute"),
+    *("Plan", "Staged", "parallelize"),
+    *("constrain", "grad", "value_and_grad"),
+    *("optim", "rng"),
+]
 LAZY = ["vescale.testing", "vescale.debug"]
 
 

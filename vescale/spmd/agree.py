@@ -107,7 +107,7 @@ def stuck(mesh: Mesh, where: str, error: BaseException, seconds: float = 3.0) ->
             part for part in (found, elsewhere, f"no word from rank {silent}" if silent else "") if part
         ),
         rule="all ranks run the same collectives, and none dies or is late by more than the group's timeout",
-        remedy="look at what the named ranks do instead: other code, an error, or a call that hit their cache",
+        remedy="look at what the named ranks do instead: other code, an error, a call that hit their cache",
     )
 
 

@@ -58,10 +58,14 @@ def getters(
         for store in (module._parameters, module._buffers):
             for name, tensor in store.items():
                 if tensor is not None:
-                    places.setdefault(id(tensor), functools.partial(store.__getitem__, name))
+                    places.setdefault(id(tensor), functools.partial(_item, store, name))
     for tensor, place in _cells(fn, set()):
         places.setdefault(id(tensor), place)
     return tuple(places.get(id(tensor), functools.partial(_same, tensor)) for tensor in tensors)
+
+
+def _item(store: Any, name: str) -> Tensor:
+    return store[name]
 
 
 def _same(tensor: Tensor) -> Tensor:

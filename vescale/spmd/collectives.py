@@ -123,7 +123,7 @@ def psum_scatter(
                 explain(
                     f"psum_scatter of dim {at} of {tuple(value.shape)} into {parts}",
                     where=mapped.line(),
-                    rule=f"there is one size for each of the {count} members, they add up to the dim, and with tiled=False each is 1",
+                    rule=f"{count} sizes, one a member, that add up to the dim; with tiled=False each is 1",
                     remedy="give the members' sizes, or pad the dim",
                 )
             )
@@ -136,7 +136,7 @@ def psum_scatter(
 
 
 def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
-    """all_to_all: V -> V. Cut along `split_dim`, part i to member i; what arrives is put together along `concat_dim`.
+    """all_to_all: V -> V. Cut along `split_dim`, part i to member i; what arrives joins along `concat_dim`.
 
         abc | def | ghi   ->   adg | beh | cfi
 
@@ -182,7 +182,7 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
                 explain(
                     f"perm={pairs}",
                     where=mapped.line(),
-                    rule=f"pairs (source, target) of members in 0..{count - 1}, each a source once and a target once at most",
+                    rule=f"pairs (source, target) in 0..{count - 1}, each a source and a target once at most",
                     remedy="write one pair a message",
                 )
             )

@@ -32,7 +32,7 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Shard(Placement):
-    """The piece is cut along `dim` into ceil-sized chunks, as torch.chunk does; the last may be short or empty.
+    """The piece is cut along `dim` into ceil-sized chunks, as by torch.chunk; the last may be short or empty.
 
     >>> Shard(0)
     Shard(0)

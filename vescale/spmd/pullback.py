@@ -133,8 +133,8 @@ class _Forward(torch.autograd.Function):
         layouts = [layout for layout in pullback.out_layouts if isinstance(layout, Layout)]
         given = []
         places = [index for index, layout in enumerate(pullback.out_layouts) if isinstance(layout, Layout)]
-        for place, layout, cotangent in zip(places, layouts, cotangents, strict=True):
-            if place in pullback.results:
+        for index, layout, cotangent in zip(places, layouts, cotangents, strict=True):
+            if index in pullback.results:
                 given.append(_as(cotangent, cotangent_layout(layout), ctx.mapped))
         gradients = _Backward.apply(ctx.mapped, ctx.signature, ctx.residuals, *ctx.saved_tensors, *given)
         filled: list[Any] = [None] * len(ctx.saved_tensors)
@@ -153,8 +153,8 @@ class _Backward(torch.autograd.Function):
             run_forward(mapped, signature, residuals, arguments)
         assert residuals.values is not None
         inputs = [
-            [*kept, *(_locals(cotangent)[place] for cotangent in cotangents)]
-            for place, kept in enumerate(residuals.values)
+            [*kept, *(_locals(cotangent)[rank] for cotangent in cotangents)]
+            for rank, kept in enumerate(residuals.values)
         ]
         gradients = pullback.backward(inputs)
         tensor_layouts = [layout for layout in pullback.layouts if layout is not None]

@@ -42,7 +42,7 @@ def all_to_all_ragged(
     capacity: int | None = None,
     pair_capacity: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """all_to_all_ragged: V -> V. Rows of x sorted by destination: the first send_counts[0] go to member 0, ...
+    """all_to_all_ragged: V -> V. Rows of x sorted by destination: the first send_counts[0] go to member 0.
 
     (x: T[rows, ...], send_counts: int[members]) -> (T[capacity, ...], received: int64[members]): what
     arrives, in the order of senders. At most `pair_capacity` rows go from one member to one other (by

@@ -25,7 +25,7 @@ from .collective_ops import pvary
 from .dtensor import DTensor
 from .layout import Layout
 from .mesh import Mesh
-from .placements import P, Partial, RaggedShard, Replicate
+from .placements import P, RaggedShard, Replicate
 from .program.agreement import Record, agree, checksums
 from .program.cache import CacheInfo, ProgramCache
 from .program.ir import Ref, TensorMeta
@@ -59,8 +59,8 @@ def shard_map(
 
     An argument is a DTensor in the layout of its spec, or a plain tensor: the global value, cut up as the
     spec says. Leaves that are not tensors are static. What fn closes over is the same on all ranks.
-    Results are DTensors. An axis that a spec does not mention must find the value equal along it: a result that
-    differs there is an error, unless `check=False`. A Partial in a spec is a contribution to a sum.
+    Results are DTensors. An axis that a spec does not mention must find the value equal along it: a result
+    that differs there is an error, unless `check=False`. A Partial in a spec is a contribution to a sum.
 
     Inside, values that vary over an axis and values that do not are told apart, and gradients of the latter
     are full sums, equal on all ranks (see `varying`). Gradients flow through from outside too.
@@ -352,7 +352,7 @@ class ShardMapped:
                     f"{path} varies over {names}",
                     where=f"out_specs {spec}",
                     rule="a result is equal on all ranks along the axes that its spec leaves out",
-                    remedy=f"vs.psum(..., {left[0]!r}) or vs.pmean it, or say in out_specs how its parts make the whole",
+                    remedy=f"vs.psum over {left[0]!r}, or say in out_specs how the parts make the whole",
                 )
             )
 
@@ -370,8 +370,8 @@ class ShardMapped:
                     explain(
                         f"{path} has the local shape {local(rank)} on rank {rank}",
                         where=f"out_specs {spec}",
-                        rule=f"together the parts are {shape}, of which the spec gives this rank {layout.local_shape(rank)}",
-                        remedy="use a RaggedShard with the rows of each rank, or return parts as torch.chunk makes them",
+                        rule=f"of {shape} in all the spec gives this rank {layout.local_shape(rank)}",
+                        remedy="use a RaggedShard of each rank's rows, or return parts as torch.chunk's",
                     )
                 )
         return layout
@@ -480,7 +480,7 @@ class ShardMapped:
         results: Sequence[int],
         layouts: Sequence[Layout | Static],
     ) -> list[Any]:
-        """All results of fn, then the gradients of the arguments number `inputs`; in terms of local tensors."""
+        """All results of fn, then the gradients of the arguments number `inputs`; tensors are local."""
         mapped = current_map("shard_map")
 
         def some(*chosen: Tensor) -> Any:
@@ -495,7 +495,9 @@ class ShardMapped:
                 outputs[index] = pvary(outputs[index], missing)
             return tuple(outputs[index] for index in results), outputs
 
-        _, vjp, outputs = torch.func.vjp(some, *(arguments[index] for index in inputs), has_aux=True)
+        _, vjp, outputs = torch.func.vjp(  # pyright: ignore[reportAssignmentType] - with has_aux there are 3
+            some, *(arguments[index] for index in inputs), has_aux=True
+        )
         return [*outputs, *vjp(tuple(cotangents))]
 
     def product(self, signature: Signature, tensors: Sequence[Tensor]) -> tuple[ShardMapped, Signature]:

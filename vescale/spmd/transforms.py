@@ -218,7 +218,9 @@ class _Remat(torch.autograd.Function):
                 filled[index] = value
             return ctx.run(*filled)
 
-        outputs, vjp = torch.func.vjp(some, *(tensors[index] for index in chosen))
+        outputs, vjp = torch.func.vjp(  # pyright: ignore[reportAssignmentType] - without has_aux there are 2
+            some, *(tensors[index] for index in chosen)
+        )
         given = tuple(
             torch.zeros_like(output) if gradient is None else gradient
             for output, gradient in zip(outputs, gradients, strict=True)
@@ -228,7 +230,7 @@ class _Remat(torch.autograd.Function):
 
 
 def remat(fn: Callable) -> Callable:
-    """fn, of which a gradient keeps the arguments only and computes the rest again: torch's checkpoint, JAX's remat.
+    """fn, whose gradient keeps the arguments only and computes the rest again (JAX's remat).
 
     Values and gradients are those of fn. Keyed draws inside are the same the second time, by
     construction. Results are tensors; what fn closes over gets no gradient, so pass it.

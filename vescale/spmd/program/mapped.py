@@ -79,7 +79,7 @@ def trace_mapped(
     varying: Sequence[frozenset[str]],
     paths: Sequence[str],
 ) -> MappedTrace:
-    """Trace `fn` at the local shapes of inputs in `layouts` (`metas`: their dtypes), once a class of ranks."""
+    """Trace `fn` at the local shapes of inputs in `layouts` (`metas`: dtypes), once a class of ranks."""
     apart = frozenset(axis for layout in layouts for axis in uneven_axes(layout))
     while True:
         split = tuple(axis for axis in mesh.axis_names if axis in apart)
@@ -171,7 +171,8 @@ def _check_sequences(variants: Mapping[tuple[int, ...], Variant], apart: tuple[s
             ]
             raise TraceError(
                 explain(
-                    f"collective {index} is {shown[0]} at {dict(zip(apart, first))} and {shown[1]} at {dict(zip(apart, place))}",
+                    f"collective {index} is {shown[0]} at {dict(zip(apart, first))} "
+                    f"and {shown[1]} at {dict(zip(apart, place))}",
                     rule="all ranks run the same collectives in the same order",
                     remedy="don't branch on local shapes around a collective",
                 )
@@ -184,7 +185,7 @@ def collectives_of(traced: MappedTrace, rank: int = 0) -> Collectives:
     found = []
     for node in exchanges_of(graph):
         meta, (out,) = graph.metas[node.args[0].id], node.outs
-        assert out is not None and _name(node) is not None
+        assert out is not None
         count = 1
         for axis in node.args[1]:
             count *= traced.mesh.axis_size(axis)
@@ -249,7 +250,9 @@ def compile_mapped(
 
 
 def _instruction(node: Node, mesh: AbstractMesh, rank: int, same: dict[int, int]) -> Instruction | None:
-    rename = lambda ref: Ref(same.get(ref.id, ref.id))  # noqa: E731
+    def rename(ref: Ref) -> Ref:
+        return Ref(same.get(ref.id, ref.id))
+
     args = map_args(node.args, rename)
     name = _name(node)
     if name is None:
@@ -378,7 +381,7 @@ def _split_spec(axes: tuple[str, ...], dim: int, sizes: Sequence[int]) -> tuple[
             )
         )
     placement: Placement = RaggedShard.from_sizes((0,), sizes)
-    return P.of([(axes[0], placement)]), True
+    return P.of((axis, placement) for axis in axes), True
 
 
 def _along(
