@@ -5,13 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test slow lint format bench conformance clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -24,11 +27,16 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python benchmarks/shard_map.py --check
+	$(BIN)/python benchmarks/layouts.py --check
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[test,demo]'
 	touch $@
+
+conformance: $(STAMP)
+	$(BIN)/python -m docs.make_placements
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache .hypothesis

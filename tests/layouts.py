@@ -6,7 +6,15 @@ from hypothesis import assume, strategies as st
 
 import vescale.spmd.layout as L
 from vescale._errors import LayoutError
-from vescale.spmd.placements import InterleavedShard, P, Partial, RaggedShard, Replicate, Shard
+from vescale.spmd.placements import (
+    InterleavedShard,
+    P,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedRaggedShard,
+)
 
 AXES = ("dp", "tp", "pp")
 
@@ -59,7 +67,11 @@ def layouts(draw, mesh, shape, partial=True):
             sizes = [b - a for a, b in zip([0, *cuts], [*cuts, rows])]
             if not rows:
                 sizes = [draw(st.integers(0, 2)) for _ in range(size - 1)] + [1]
-            items.append((ragged, RaggedShard(dims, sizes)))
+            if draw(st.booleans()):
+                items.append((ragged, RaggedShard(dims, sizes)))
+            else:  # the same, spelled as in a list by axis
+                others = (mesh.axis_size(a) for a, p in items if isinstance(p, Shard | InterleavedShard))
+                items.insert(0, (ragged, StridedRaggedShard(dims, sizes, math.prod(others))))
             layout = L.Layout(mesh, P.of(items), shape)
     except LayoutError:
         assume(False)

@@ -6,26 +6,56 @@ layouts and tensors, plans, programs, transforms; then random numbers and optimi
 
 __version__ = "0.1.0"
 
-# isort: off  (reading order)
+# isort: off
 # random numbers and optimizers
 from . import optim, rng
 from ._errors import VescaleError
 from .spmd.distribute import distribute
-from .spmd.dtensor import DTensor, distribute_tensor, from_local
+from .spmd.dtensor import DTensor, distribute_tensor, from_local, from_torch
+from .spmd.redistribute_many import redistribute_many
+from .spmd.program.dispatch import no_implicit_redistribute
 
 # layouts and tensors
 from .spmd.layout import Layout
+from .spmd.visualize import visualize
 
 # meshes and placements
 from .spmd.mesh import Mesh, make_mesh
 from .spmd.parallelize import parallelize
-from .spmd.placements import InterleavedShard, P, Partial, RaggedShard, Replicate, Shard
+from .spmd.placements import (
+    InterleavedShard,
+    P,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedRaggedShard,
+)
 
 # plans and programs
 from .spmd.plan import Plan, Staged
 
+# functions on local shards, and what they communicate
+from .spmd.shard_map import shard_map
+from .spmd.collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    broadcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pshuffle,
+    psum,
+    psum_scatter,
+    pvary,
+)
+from .spmd.ragged_collectives import all_gather_ragged, all_to_all_ragged, psum_scatter_ragged
+
 # transforms
-from .spmd.transforms import constrain, grad, value_and_grad
+from .spmd.transforms import constrain, grad, remat, value_and_grad, vmap
 
 __all__ = [
     "DTensor",
@@ -39,15 +69,39 @@ __all__ = [
     "Replicate",
     "Shard",
     "Staged",
+    "StridedRaggedShard",
     "VescaleError",
+    "all_gather",
+    "all_gather_ragged",
+    "all_to_all",
+    "all_to_all_ragged",
+    "axis_index",
+    "axis_size",
+    "broadcast",
     "constrain",
     "distribute",
     "distribute_tensor",
     "from_local",
+    "from_torch",
     "grad",
     "make_mesh",
+    "no_implicit_redistribute",
     "optim",
     "parallelize",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "pshuffle",
+    "psum",
+    "psum_scatter",
+    "psum_scatter_ragged",
+    "pvary",
+    "redistribute_many",
+    "remat",
     "rng",
+    "shard_map",
     "value_and_grad",
+    "visualize",
+    "vmap",
 ]

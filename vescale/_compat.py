@@ -75,6 +75,17 @@ def base_tensor(tensor: torch.Tensor) -> Any:
     return tensor
 
 
+def default_device() -> torch.device:
+    """2.11 - 2.13. torch.get_default_device, at 0.1 us in place of 2.9 where no default was set.
+
+    A default device is a mode on the stack of function modes, `with torch.device(...)` too.
+    """
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+
+
+_CPU = torch.device("cpu")
+
+
 def inside_functorch() -> bool:
     """2.11 - 2.13. Whether a transform of torch.func is running here: it would wrap what a trace makes."""
     return _functorch.peek_interpreter_stack() is not None

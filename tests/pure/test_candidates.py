@@ -1,5 +1,7 @@
 """What a node may do over an axis, what that asks of its operands, and what moving them is charged."""
 
+from dataclasses import replace
+
 import pytest
 
 from vescale.spmd.layout import AbstractMesh, Digit, Layout
@@ -35,7 +37,7 @@ def view(source, target):
 
 
 def elementwise(*operands):
-    return Pattern(operands, ((("a",), ("b",)),), {"a": 8, "b": 4}, ragged=True)
+    return Pattern(operands, ((("a",), ("b",)),), {"a": 8, "b": 4}, ragged=2, pointwise=True)
 
 
 def offered(pattern, size, *states, taken=()):
@@ -71,18 +73,39 @@ def test_sums_pass_where_the_op_is_linear_and_maxima_never():
     assert Pass(SUM, frozenset((0,))).operand(MM, 1) is None  # the other operand is a whole value
 
 
-def test_ragged_cuts_pass_elementwise_ops_only():
+def test_ragged_cuts_pass_ops_that_allow_them_only():
     dims = (("a",), ("b",))
-    assert Cut(RAGGED) in offered(elementwise(dims, dims), 2, RAGGED, None)
-    assert Cut(RAGGED) not in offered(MM, 2, RAGGED, None)
+    assert Cut(RAGGED, ("a",)) in offered(elementwise(dims, dims), 2, RAGGED, None)
+    assert not [found for found in offered(MM, 2, RAGGED, None) if isinstance(found, Cut)]
 
 
-def test_a_cut_asks_one_element_whole_and_refuses_a_broadcast():
-    pattern = elementwise((("a",), ("b",)), (), (("b",),))
-    cut = Cut(RAGGED)
-    assert [cut.operand(pattern, index) for index in (0, 1)] == [RAGGED, None]
+def test_a_cut_asks_of_operands_the_same_rows_or_nothing():
+    pattern = elementwise((("a",), ("b",)), (), (("b",),), (("a",), ()), ((), ("b",)))
+    rows = Cut(RAGGED, ("a",))
+    assert [rows.operand(pattern, index) for index in range(5)] == [RAGGED, None, None, RAGGED, None]
+    elements = RaggedShard((0, 1), (3, 5))
+    cut = Cut(elements, ("a", "b"))
+    assert [cut.operand(pattern, index) for index in (0, 1)] == [elements, None]
+    for index in (2, 3, 4):
+        with pytest.raises(Impossible):
+            cut.operand(pattern, index)
+
+
+def test_a_cut_follows_the_rows_through_other_dims_and_into_a_sum():
+    flat = RaggedShard((0,), (3, 5))
+    pattern = Pattern(
+        ((("a",), ("b",), ("c",)),),
+        ((("a", "b"), ("c",)), (("c",),), ((), ("a",), ("b", "c"))),
+        {"a": 4, "b": 2, "c": 3},
+        sum=frozenset("ab"),
+        ragged=2,
+    )
+    cut = Cut(RaggedShard((0, 1), (3, 5)), ("a", "b"))
+    assert [cut.result(pattern, 0), cut.result(pattern, 1)] == [flat, Partial("sum")]
     with pytest.raises(Impossible):
-        cut.operand(pattern, 2)
+        cut.result(pattern, 2)
+    assert cut not in offered(pattern, 2, cut.ragged)
+    assert cut in offered(replace(pattern, results=pattern.results[:2]), 2, cut.ragged)
 
 
 def test_a_factor_that_a_result_lacks_leaves_it_partial():

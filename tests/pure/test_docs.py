@@ -10,7 +10,8 @@ import pytest
 
 import vescale
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "docs/dtensor.md"]
 MODULES = ["vescale"] + [m.name for m in pkgutil.walk_packages(vescale.__path__, "vescale.")]
 
 
@@ -23,10 +24,11 @@ def test_docstring_examples(name):
     assert result.failed == 0
 
 
-def test_readme_examples():
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_of_a_page(page):
     """In one namespace, top to bottom, as a reader would type them."""
-    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert blocks
     namespace: dict = {}
     for number, block in enumerate(blocks):
-        exec(compile(block, f"README.md, block {number}", "exec"), namespace)
+        exec(compile(block, f"{page}, block {number}", "exec"), namespace)

@@ -1,9 +1,11 @@
 """Layouts: regions tile the tensor, two spellings of one layout are one object, errors say why."""
 
+import itertools
 import math
 import pickle
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.layouts import layouts, meshes, shapes
@@ -11,7 +13,16 @@ from vescale._errors import LayoutError
 from vescale.spmd.layout import AbstractMesh, Digit, Layout
 from vescale.spmd.locals import flat_indices
 from vescale.spmd.mesh import group_ranks
-from vescale.spmd.placements import InterleavedShard, P, Partial, RaggedShard, Replicate, Shard
+from vescale.spmd.mesh_order import as_spec, from_mesh_order
+from vescale.spmd.placements import (
+    InterleavedShard,
+    P,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedRaggedShard,
+)
 from vescale.spmd.redistribute_plan import base
 from vescale.spmd.regions import common_size, flat_boxes, overlap, region
 
@@ -96,6 +107,77 @@ def test_flat_interval_is_the_fewest_boxes(shape):
             assert len(boxes) == fewest, (low, high, boxes)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_boxes_are_the_fewest(data):
+    """Of any layout: each element in one box, in as few as an exhaustive search finds."""
+    mesh = data.draw(meshes((1, 2)))
+    shape = tuple(data.draw(st.integers(1, 4)) for _ in range(data.draw(st.integers(1, 3))))
+    layout = data.draw(layouts(mesh, shape, partial=False))
+    rank = data.draw(st.integers(0, mesh.size - 1))
+    boxes = layout.boxes(rank)
+    held = elements(layout, rank)
+    assert sorted(i for box in boxes for i in _cells(shape, box)) == held
+    assert len(boxes) == _fewest_of(shape, frozenset(held), len(boxes))
+
+
+def test_an_interleaved_piece_under_a_ragged_cut_in_the_fewest_boxes():
+    """What lies behind the cut in its row keeps its whole height: three boxes, where rows give four."""
+    mesh = AbstractMesh(("dp", "tp"), (2, 2))
+    spec = P(tp=InterleavedShard(1, 2), dp=RaggedShard((0, 1), (1, 11)))
+    layout = Layout(mesh, spec, (3, 8))
+    assert layout.boxes(2) == (
+        ((0, 1), (1, 2)),
+        ((0, 3), (4, 6)),
+        ((1, 3), (0, 2)),
+    )
+
+
+def _fewest_of(shape, held, limit):
+    """The fewest disjoint boxes that make up a set: the first element left is the corner of one of them."""
+    if not held:
+        return 0
+    if limit == 0:
+        return math.inf
+    first = []
+    at = min(held)
+    for size in reversed(shape):
+        at, i = divmod(at, size)
+        first.append(i)
+    first.reverse()
+    best = math.inf
+    ends = [range(i + 1, size + 1) for i, size in zip(first, shape)]
+    for stops in itertools.product(*ends):
+        cells = frozenset(_cells(shape, tuple(zip(first, stops))))
+        if cells <= held:
+            best = min(best, 1 + _fewest_of(shape, held - cells, min(limit, best) - 1))
+    return best
+
+
+@settings(max_examples=100, deadline=None)
+@given(any_layout())
+def test_owners_are_those_who_hold_it(layout):
+    numel = math.prod(layout.shape)
+    held = [set(elements(layout, rank)) for rank in range(layout.mesh.size)]
+    for flat in range(0, numel, max(numel // 16, 1)):
+        index = tuple(_unravel(layout.shape, flat))
+        assert layout.owner(index) == tuple(rank for rank, mine in enumerate(held) if flat in mine)
+
+
+def _unravel(shape, flat):
+    for n in range(len(shape)):
+        inner = math.prod(shape[n + 1 :])
+        yield flat // inner
+        flat %= inner
+
+
+def test_an_index_outside_has_no_owner():
+    layout = Layout(MESH, P(dp=Shard(0)), (4,))
+    for index in ((4,), (-1,), (0, 0)):
+        with pytest.raises(LayoutError, match="counts from 0"):
+            layout.owner(index)
+
+
 def _cells(shape, box):
     cells = [0]
     for size, (start, stop) in zip(shape, box):
@@ -138,6 +220,15 @@ def test_equal_layouts_are_one_object():
     assert same(P(dp=RaggedShard.even(2), tp=Shard(1)), P(tp=Shard(1), dp=RaggedShard.even(2)))
     assert same(P("dp", None), P(dp=Shard(0)))
     assert same(P(("dp", "tp")), P(dp=Shard(0), tp=Shard(0)))
+    assert same(
+        P(dp=StridedRaggedShard((0,), (2, 4), split_factor=3), tp=Shard(0)),
+        P(tp=Shard(0), dp=RaggedShard((0,), (1, 2))),
+        (9, 4),
+    )
+    assert same(P(dp=StridedRaggedShard((0,), (1, 2), 1)), P(dp=RaggedShard((0,), (1, 2))))
+    # An axis of one rank cuts nothing, and so commutes with uneven splits too.
+    one = AbstractMesh(("dp", "one"), (2, 1))
+    assert same(P(one=Shard(0), dp=Shard(0)), P(dp=Shard(0), one=Shard(0)), (7,), one)
     # Uneven splits of one dim keep their order; of two dims they commute.
     assert not same(P(dp=Shard(0), tp=Shard(0)), P(tp=Shard(0), dp=Shard(0)), (7,))
     assert same(P(dp=Shard(0), tp=Shard(1)), P(tp=Shard(1), dp=Shard(0)), (7, 7))
@@ -207,6 +298,11 @@ def test_illegal_layouts(spec, shape, says):
         (lambda: RaggedShard((0,), (1, -1)), "not negative"),
         (lambda: RaggedShard((0,), (0, 0)), "sum is positive"),
         (lambda: RaggedShard.on_rank(2, 2), "lies on the axis"),
+        (lambda: RaggedShard((0, 0), (1, 1)), "prefix"),
+        (lambda: RaggedShard(0, (1, 1)), "dims is a tuple"),
+        (lambda: RaggedShard((0,), (1.5, 1)), "whole numbers"),
+        (lambda: StridedRaggedShard((0,), (1, 1), 0), "split factor"),
+        (lambda: StridedRaggedShard((0,), (1, -1), 2), "not negative"),
         (lambda: Partial("prod"), "one of"),
         (lambda: Shard(-1), "counts from the front"),
         (lambda: P("dp", dp=Shard(0)), "not both"),
@@ -217,6 +313,65 @@ def test_illegal_layouts(spec, shape, says):
 def test_illegal_placements(make, says):
     with pytest.raises(LayoutError, match=says):
         make()
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (P(dp=StridedRaggedShard((0,), (1, 1), 2), tp=Shard(0)), r"\(tp=3\): 3"),
+        (P(dp=StridedRaggedShard((0,), (1, 1), 3)), "product of the sizes of the sharded axes .*: 1"),
+        (P(dp=StridedRaggedShard((0,), (1, 1), 3), tp=RaggedShard((0,), (1, 1, 1))), "split_factor"),
+        (P(dp=StridedRaggedShard((0,), (1, 1), 1), tp=RaggedShard((0,), (1, 1, 1))), "at most one"),
+        (P(xp=StridedRaggedShard((0,), (1, 1), 1)), "the mesh has the axes"),
+    ],
+)
+def test_illegal_strided_ragged_layouts(spec, says):
+    with pytest.raises(LayoutError, match=says):
+        Layout(MESH, spec, (12, 4))
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_layout())
+def test_placements_in_mesh_order_mean_the_layout(layout):
+    """Wherever there are such placements; only uneven splits of one dim, out of order, have none."""
+    try:
+        placements = layout.placements
+    except LayoutError:
+        dims = [p.dim for p in dict(layout.spec.items()).values() if hasattr(p, "dim")]
+        assert len(set(dims)) < len(dims)
+        assert not all(axis in layout.digits for axis, p in layout.spec.items() if hasattr(p, "dim"))
+        return
+    assert Layout(layout.mesh, from_mesh_order(layout.mesh, placements), layout.shape) is layout
+    assert Layout(layout.mesh, as_spec(layout.mesh, list(placements)), layout.shape) is layout
+
+
+def test_a_ragged_split_on_an_earlier_axis_is_strided_only_where_it_must_be():
+    units = RaggedShard((0,), (1, 3))
+    mesh = AbstractMesh(("dp", "tp"), (2, 2))
+    assert Layout(mesh, P(tp=Shard(0), dp=units), (8, 4)).placements == (
+        StridedRaggedShard((0,), (1, 3), split_factor=2),
+        Shard(0),
+    )
+    assert Layout(mesh, P(tp=Shard(1), dp=units), (8, 4)).placements == (units, Shard(1))
+    assert Layout(mesh, P(dp=Shard(0), tp=units), (8, 4)).placements == (Shard(0), units)
+
+
+def test_placements_say_what_they_are():
+    assert repr(RaggedShard((0,), (3, 1))) == "RaggedShard((0,), (3, 1))"
+    assert repr(RaggedShard.even(10_240)) == "RaggedShard.even(10240, dims=(0,))"
+    assert repr(RaggedShard((0,), [0, 0, 5, 2, 2])) == "RaggedShard((0,), (0 x 2, 5, 2 x 2))"
+    assert len(repr(RaggedShard((0,), range(10_240)))) < 100
+    strided = StridedRaggedShard((0, 1), (2, 4), split_factor=2)
+    assert repr(strided) == "StridedRaggedShard((0, 1), (1, 2), split_factor=2)"
+    assert (strided.dims, strided.local_units) == ((0, 1), (1, 2))
+    assert pickle.loads(pickle.dumps(strided)) == strided
+
+
+def test_uneven_sections_are_each_cut_as_torch_chunks():
+    layout = Layout(AbstractMesh(("tp",), (2,)), P(tp=InterleavedShard(0, (5, 2, 1))), (8, 3))
+    assert [layout.index_sets(rank)[0] for rank in (0, 1)] == [((0, 3), (5, 6), (7, 8)), ((3, 5), (6, 7))]
+    assert [layout.local_shape(rank) for rank in (0, 1)] == [(5, 3), (3, 3)]
+    assert layout.num_bytes(0, torch.bfloat16) == 30
 
 
 def test_a_ragged_split_commutes_with_later_ones_only_where_its_cuts_are_whole():

@@ -94,6 +94,26 @@ def test_several_steps(src, dst, kinds):
     assert [step.kind for step in steps(src, dst)] == kinds
 
 
+def test_nothing_asks_ten_thousand_ranks(monkeypatch):
+    """The same cost on any number of ranks: a plan looks at a few of them."""
+    asked = set()
+    seen = AbstractMesh.coordinate
+    monkeypatch.setattr(AbstractMesh, "coordinate", lambda self, rank: asked.add(rank) or seen(self, rank))
+    mesh, size = AbstractMesh(("dp",), (10_240,)), 10_240
+    planned = RaggedShard.from_runs((0,), [(0, 5000), (3, 1), (8, 200), (5, 1), (0, 5038)])
+    other = RaggedShard.from_runs((0,), [(0, 5002), (8, 201), (0, 5037)])
+    for p, q, rows in [
+        (RaggedShard.even(size), Shard(0), size * 2),
+        (planned, other, 8 * 201),
+        (planned, Shard(0), 8 * 201),
+        (Shard(0), Shard(1), size * 2 - 5),
+        (Partial(), planned, 8 * 201),
+    ]:
+        steps(P(dp=p), P(dp=q), (rows, 3), mesh)
+        assert len(asked) < 200
+        asked.clear()
+
+
 def test_axes_of_one_rank_need_no_collective():
     mesh = AbstractMesh(("dp", "one"), (2, 1))
     for src in (P(one=Shard(0)), P(one=Partial()), P(one=RaggedShard((0, 1), (1,)))):
@@ -129,6 +149,28 @@ def test_splits_change_in_one_step_with_the_fewest_bytes(data):
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
+def test_no_plan_moves_more_than_a_direct_exchange(data):
+    """All ranks together, pending sums too: each needs every contribution to its elements but its own."""
+    mesh, shape = data.draw(meshes((1, 3))), data.draw(shapes())
+    src, dst = data.draw(layouts(mesh, shape)), data.draw(layouts(mesh, shape, partial=False))
+    least = 0
+    for rank in range(mesh.size):
+        held, wanted = ({i for a, b in layout.regions(rank) for i in range(a, b)} for layout in (src, dst))
+        contributions = math.prod(mesh.axis_size(axis) for axis in src.partials)
+        least += contributions * len(wanted) - len(wanted & held)
+    assert sum(plan(src, dst).bytes_moved(rank) for rank in range(mesh.size)) <= least
+
+
+def test_contributions_in_parts_are_exchanged_and_summed_at_once():
+    (step,) = steps(P(dp=Partial(), tp=Shard(0)), P(dp=Shard(1), tp=Shard(1)))
+    assert (step.kind, step.axes) == ("reduce_scatter", ("dp", "tp"))
+    assert (step.reductions, step.contributions) == ((("dp", "sum"),), 2)
+    # Two contributions to 8 x 2 elements, of which rank 0 has two rows of one.
+    assert step.bytes_moved(0, 1) == 2 * 16 - 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
 def test_steps_form_a_chain(data):
     mesh, shape = data.draw(meshes((1, 3))), data.draw(shapes())
     src, dst = data.draw(layouts(mesh, shape)), data.draw(layouts(mesh, shape))
@@ -140,6 +182,41 @@ def test_steps_form_a_chain(data):
         assert not step.is_collective or step.group_size > 1
         at = step.dst
     assert at is dst
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "shape"),
+    [
+        (P(dp=RAGGED_C), P(dp=Shard(0)), (8, 4)),
+        (P(dp=Shard(0)), P(dp=RaggedShard((0, 1), (1, 1))), (8, 4)),
+        (P(dp=Shard(0)), P(dp=RaggedShard((0,), (4, 3))), (7, 4)),  # torch's uneven chunks
+        (P(dp=RAGGED_B), P(dp=RaggedShard((0, 1), (1, 3))), (8, 4)),
+        (P(tp=Shard(1), dp=RAGGED_B), P(tp=Shard(1), dp=RaggedShard((0, 1), (1, 3))), (8, 4)),
+        (P(tp=RaggedShard.on_rank(2, 4)), P(tp=RaggedShard((0,), (0, 0, 1, 0))), (8, 4)),
+    ],
+)
+def test_the_same_data_by_another_name_stays_where_it_is(src, dst, shape):
+    for a, b in ((src, dst), (dst, src)):
+        route = steps(a, b, shape)
+        assert [step.kind for step in route] == ["view"]
+        assert [route.bytes_moved(rank) for rank in range(MESH.size)] == [0] * MESH.size
+
+
+def test_a_ragged_split_that_moves_to_another_axis():
+    """dp's two parts become tp's four: one exchange, of what each rank lacks."""
+    route = steps(P(dp=RAGGED_A), P(tp=RaggedShard((0,), (1, 0, 5, 2))))
+    assert [(step.kind, step.axes) for step in route] == [("all_to_all", ("dp",))]
+    # Rows 0-2 on dp 0, 3-7 on dp 1; tp wants row 0, none, rows 1-5, rows 6-7.
+    assert [route.bytes_moved(rank) // 16 for rank in range(8)] == [0, 0, 3, 2, 1, 0, 2, 0]
+
+
+def test_a_plan_adds_up_its_steps():
+    route = steps(P(dp=Partial(), tp=Shard(1)), P(dp=Shard(0)))
+    assert [step.kind for step in route.collectives] == ["reduce_scatter", "all_gather"]
+    # 4 x 4 elements of the sum, then the 4 x 12 of the other columns.
+    assert route.bytes_moved(0, itemsize=4) == 4 * (16 + 48)
+    assert steps(P(), P()) == ()
+    assert steps(P(), P()).bytes_moved(0) == 0
 
 
 @pytest.mark.parametrize("dst", [P(), P(dp=RaggedShard((0,), [1, 3] * 5120))])

@@ -147,11 +147,6 @@ def test_a_second_call_decides_nothing_anew():
 # Refused.
 
 
-def test_in_place():
-    with pytest.raises(ArgumentError, match=r"in-place aten\.add_(.|\n)*out-of-place"):
-        put(X, P(dp=Shard(0))).add_(1)
-
-
 def test_two_meshes():
     other = vs.make_mesh({"dp": 2, "tp": 2}, backend="simulated")
     with pytest.raises(ArgumentError, match="2 meshes"):

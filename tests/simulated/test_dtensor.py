@@ -115,8 +115,9 @@ def test_both_ways_to_say_a_layout():
     assert x.redistribute(MESH, [Replicate(), Shard(1)]).layout is ours.layout
     theirs = [torch_tensor.Replicate(), torch_tensor.Shard(1)]
     assert x.redistribute(None, theirs).layout is ours.layout
+    assert x.redistribute(theirs).layout is ours.layout
     with pytest.raises(ArgumentError, match=r"vs\.P"):
-        x.redistribute(theirs)  # type: ignore[arg-type]
+        x.redistribute("tp")  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="one placement an axis"):
         x.redistribute(None, [Replicate()])
 

@@ -1,6 +1,7 @@
 """The training example on simulated meshes, and its own promises about its size."""
 
 import inspect
+import runpy
 import sys
 from pathlib import Path
 
@@ -39,3 +40,9 @@ def test_follows_plain_torch(train_gpt, axes, tmp_path):
     assert seen.step.cache_info().misses == 1
     train_gpt.report(seen, str(axes), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_mlp", "ring_attention", "expert_parallel"])
+def test_asserts_its_own_claim(name, capsys):
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out

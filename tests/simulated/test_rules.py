@@ -43,17 +43,21 @@ PLAIN = """
     abs alias atan ceil clone contiguous cos cosh detach elu erf exp expm1 floor frac gelu hardtanh
     isfinite isinf isnan leaky_relu lift_fresh lift_fresh_copy logical_not mish nan_to_num neg reciprocal
     relu round sgn sigmoid sign silu sin sinh softplus square tan tanh trunc
+    asinh erfc exp2 hardsigmoid hardswish log_sigmoid_forward real signbit
 """
 UNARY = [
     *((getattr(aten, name), (X,)) for name in words(PLAIN)),
-    *((getattr(aten, name), (LARGE,)) for name in words("log log10 log1p log2 rsqrt sqrt")),
-    *((getattr(aten, name), (UNIT,)) for name in words("acos asin erfinv logit")),
+    *(
+        (getattr(aten, name), (LARGE,))
+        for name in words("acosh digamma lgamma log log10 log1p log2 rsqrt sqrt")
+    ),
+    *((getattr(aten, name), (UNIT,)) for name in words("acos asin atanh erfinv logit")),
 ]
 BINARY = [
     *((getattr(aten, name), args) for name in words("add sub mul") for args in [(X, Y), (X, COLUMN)]),
     *(
         (getattr(aten, name), (X, ROW))
-        for name in words("add mul rsub atan2 maximum minimum eq ne lt le gt ge")
+        for name in words("add mul rsub atan2 copysign fmax fmin hypot maximum minimum eq ne lt le gt ge")
     ),
     *(
         (getattr(aten, name), args)
@@ -69,6 +73,8 @@ BINARY = [
 ]
 OTHER = [
     (aten.add, (X, Y), {"alpha": 2}),
+    (aten.xlogy, (X, LARGE)),
+    (aten.imag, (torch.complex(X, Y),)),
     (aten.div, (X, LARGE), {"rounding_mode": "floor"}),
     (aten.pow, (2.0, X)),
     (aten.bitwise_not, (INTS,)),
@@ -115,7 +121,19 @@ REDUCTIONS = [
     (aten.amin, (CUBE, [0, -1])),
     (aten.max, (X,)),
     (aten.min, (X,)),
+    (aten.max, (CUBE, 1)),
+    (aten.min, (X, 0, True)),
     (aten.var, (X, [1]), {"correction": 1}),
+    (aten.var, (X,), {"correction": 0}),
+    (aten.std, (CUBE, [0, 2]), {"correction": 1, "keepdim": True}),
+    (aten.var_mean, (CUBE, [0]), {"correction": 1}),
+    (aten.std_mean, (X,), {"correction": 2}),
+    *((aten.linalg_vector_norm, (X, order)) for order in (2, 1, 0, 3, torch.inf, -torch.inf)),
+    *((aten.linalg_vector_norm, (CUBE, order, [1], True)) for order in (2, 0.5, torch.inf)),
+    (aten.linalg_vector_norm, (CUBE, 2, [0, 1])),
+    (aten.linalg__powsum, (CUBE, 2, [0, 1])),
+    (aten.norm, (X, 3.0)),
+    (aten.norm, (CUBE, 2.0, [0, -1], True)),
     (aten.argmax, (X, 1)),
     (aten.argmin, (X, 0, True)),
     (aten.prod, (X,)),
@@ -254,9 +272,12 @@ BOUNDS = {
         words("acos asin atan atan2 cosh elu erf erfinv expm1 gelu log log10 log1p log2 logit"), 2
     ),
     **dict.fromkeys(words("mish pow rsqrt sigmoid silu sinh softplus tan"), 2),
+    **dict.fromkeys(words("acosh asinh atanh digamma erfc exp2 hypot lgamma log_sigmoid_forward xlogy"), 4),
     **dict.fromkeys(words("elu_backward gelu_backward silu_backward softplus_backward"), 4),
     # contributions that are divided before they are summed; a sum divided where a mean multiplies
     **dict.fromkeys(words("div mean nll_loss_forward"), 2),
+    # squares and powers, summed in another order than in torch's own kernels
+    **dict.fromkeys(words("var std var_mean std_mean norm linalg_vector_norm linalg__powsum"), 4),
     # sums of numbers that are not whole, taken apart over ranks
     **dict.fromkeys(words("_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data"), 4),
     **dict.fromkeys(words("cross_entropy_backward native_layer_norm_backward"), 4),

@@ -1,19 +1,19 @@
 """The boxes of a global tensor that local tensors hold, as checkpoints want them.
 
 A box is offsets and sizes in the global tensor; a local tensor that is not one box is several: one
-for each run of an interleaved split, and up to 2 * dims - 1 for a ragged one.
+for each run of an interleaved split, and up to 2 * dims - 1 for a ragged one. There are as few as can be.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 
 from torch import Tensor
 
 from .layout import Layout
-from .regions import flat_boxes, strides
+from .regions import Sets, count_below, flat_boxes, region, strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +42,24 @@ def chunks(layout: Layout, rank: int) -> tuple[Chunk, ...]:
     >>> [(chunk.offsets, chunk.sizes) for chunk in chunks(layout, 0)]
     [((0, 0), (1, 6)), ((1, 0), (1, 4))]
     """
+    held = region(layout, rank)
     piece = layout.piece_shape(rank)
-    low, high = 0, math.prod(piece)
-    rows = layout.rows(rank)
-    if rows is not None:
-        assert layout.ragged is not None
-        width = math.prod(piece[len(layout.ragged[1].dims) :])
-        low, high = rows[0] * width, rows[1] * width
-    sets, by = layout.index_sets(rank), strides(piece)
+    if not math.prod(piece):
+        return ()
+    runs = []  # of each dim: (start, stop, where it starts in the piece)
+    for intervals in held.sets:
+        starts = accumulate((stop - start for start, stop in intervals), initial=0)
+        runs.append([(start, stop, at) for (start, stop), at in zip(intervals, starts)])
     found = []
-    for box in flat_boxes(piece, low, high):
-        runs = []  # of each dim: (global start, start in the piece, length)
-        for intervals, (first, last) in zip(sets, box, strict=True):
-            seen, dim = 0, []
-            for start, stop in intervals:
-                a, b = max(first, seen), min(last, seen + stop - start)
-                if a < b:
-                    dim.append((start + a - seen, a, b - a))
-                seen += stop - start
-            runs.append(dim)
-        for parts in product(*runs):
-            at = sum(part[1] * stride for part, stride in zip(parts, by, strict=True)) - low
-            offsets, sizes = tuple(p[0] for p in parts), tuple(p[2] for p in parts)
-            found.append(Chunk(rank, offsets, sizes, at, by))
-    return tuple(found)
+    # No box reaches over the gap between two runs, so each product of runs is cut on its own; there the
+    # region is a flat interval.
+    for cell in product(*runs):
+        sizes = tuple(stop - start for start, stop, _ in cell)
+        sets: Sets = tuple(((start, stop),) for start, stop, _ in cell)
+        first, last = (count_below(sets, layout.shape, flat) for flat in (held.low, held.high))
+        for box in flat_boxes(sizes, first, last):
+            offsets = tuple(start + low for (start, _, _), (low, _) in zip(cell, box))
+            inside = (at + low for (_, _, at), (low, _) in zip(cell, box))
+            at = sum(i * stride for i, stride in zip(inside, strides(piece))) - held.skip
+            found.append(Chunk(rank, offsets, tuple(b - a for a, b in box), at, strides(piece)))
+    return tuple(sorted(found, key=lambda chunk: chunk.offsets))

@@ -35,7 +35,11 @@ class Guard:
     def state(self) -> tuple[Any, ...]:
         """All that may change what the modules compute, but for their tensors."""
         return tuple(
-            (len(vars(module)), *[_mark(vars(module).get(name)) for name in names])
+            (
+                len(vars(module)),
+                *map(id, module._modules.values()),  # watched modules live on, so an id is one module
+                *[_mark(vars(module).get(name)) for name in names],
+            )
             for module, names in self._watched.items()
         )
 

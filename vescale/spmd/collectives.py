@@ -3,6 +3,7 @@
 In the signatures V stands for a value that varies over the axis, I for an invariant one, equal on all of
 its ranks. A value that is less varying than a signature asks for is first made varying (`pvary`). `axis`
 is a name or a tuple of names: the axes flattened, the first outermost. Pictures show an axis of 3 ranks.
+`=` says what one device would do with `parts`, the list of the n members' values, to get their results.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def psum(x: Any, axis: Axis) -> Any:
     """psum: V -> I. The sum over the axis, on every rank. Trees are summed leaf by leaf.
 
         a | b | c   ->   a+b+c | a+b+c | a+b+c
+        = [sum(parts)] * n
 
     Of an invariant value it is the value times the size of the axis. Gradient: pvary.
     """
@@ -36,6 +38,7 @@ def pmean(x: Any, axis: Axis) -> Any:
     """pmean: V -> I. The mean over the axis: psum divided by the size of the axis.
 
         a | b | c   ->   m | m | m      with m = (a+b+c) / 3
+        = [sum(parts) / n] * n
 
     Gradient: pvary of the gradient divided by the size.
     """
@@ -48,6 +51,7 @@ def pmax(x: Any, axis: Axis) -> Any:
     """pmax: V -> I. The elementwise maximum over the axis. It has no gradient: detach its operand.
 
     a | b | c   ->   max | max | max
+    = [stack(parts).amax(0)] * n
     """
     return _each(x, axis, "pmax", collective_ops.pmax)
 
@@ -56,6 +60,7 @@ def pmin(x: Any, axis: Axis) -> Any:
     """pmin: V -> I. The elementwise minimum over the axis. It has no gradient: detach its operand.
 
     a | b | c   ->   min | min | min
+    = [stack(parts).amin(0)] * n
     """
     return _each(x, axis, "pmin", collective_ops.pmin)
 
@@ -64,6 +69,7 @@ def pvary(x: Any, axis: Axis) -> Any:
     """pvary: I -> V. The same value, from now on typed as varying over the axis. Gradient: psum.
 
         a | a | a   ->   a | a | a
+        = parts
 
     Put in by itself where values mix; say it for the start of a loop carry that becomes varying.
     """
@@ -80,6 +86,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = True, to: str 
     """all_gather: V -> V, or V -> I with to="invariant". The members' values side by side along `dim`.
 
         a | b | c   ->   abc | abc | abc
+        = [cat(parts, dim)] * n
 
     Members may have different sizes along `dim` (ragged and uneven specs). With tiled=False they are
     stacked along a new dim. Gradient: psum_scatter; of to="invariant" the own slice of the gradient.
@@ -97,7 +104,12 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = True, to: str 
     def leaf(mapped: Mapped, value: Tensor, axes: tuple[str, ...]) -> Tensor:
         value = value if tiled else value.unsqueeze(dim)
         at = _dim(value, dim, "all_gather", mapped)
+        return along(mapped, value, axes, at)
+
+    def along(mapped: Mapped, value: Tensor, axes: tuple[str, ...], at: int) -> Tensor:
         sizes = _sizes(mapped, value, axes, at, "all_gather")
+        if _one_by_one(mapped, axes, sizes, "all_gather"):  # innermost first
+            return along(mapped, along(mapped, value, axes[1:], at), axes[:1], at)
         return gather(value, axes, at, sizes)
 
     return _each_varying(x, axis, "all_gather", leaf)
@@ -109,6 +121,7 @@ def psum_scatter(
     """psum_scatter: V -> V. The sum over the axis, of which each member keeps its part along `dim`.
 
         abc | def | ghi   ->   a+d+g | b+e+h | c+f+i
+        = sum(parts).split(sizes, dim)
 
     Parts are those of `Shard(dim)`, or of the given `sizes`, one a member. With tiled=False the dim has
     the size of the axis and is dropped. Gradient: all_gather.
@@ -127,10 +140,27 @@ def psum_scatter(
                     remedy="give the members' sizes, or pad the dim",
                 )
             )
-        _alike(mapped, value, axes, "psum_scatter")
-        own = mapped.own(axes, parts)
-        result = collective_ops.psum_scatter(value, axes, at, parts, own)
+        _alike(mapped, value, axes, "psum_scatter", f" along dim {at}")
+        if any(other != parts for other in mapped.meet(axes, f"psum_scatter along dim {at}", parts)):
+            raise ArgumentError(
+                explain(
+                    f"psum_scatter into {parts} here and other sizes on another member",
+                    where=mapped.line(),
+                    rule="all members cut the sum alike",
+                    remedy="give all ranks the same sizes",
+                )
+            )
+        result = along(mapped, value, axes, at, parts)
         return result if tiled else result.squeeze(at)
+
+    def along(mapped: Mapped, value: Tensor, axes: tuple[str, ...], at: int, parts: list[int]) -> Tensor:
+        if _one_by_one(mapped, axes, parts, "psum_scatter"):  # outermost first
+            inner = len(parts) // mapped.size(axes[:1])
+            runs = [parts[start : start + inner] for start in range(0, len(parts), inner)]
+            mine = mapped.own(axes[:1], runs)
+            return along(mapped, along(mapped, value, axes[:1], at, list(map(sum, runs))), axes[1:], at, mine)
+        own = mapped.own(axes, parts)
+        return collective_ops.psum_scatter(value, axes, at, parts, own)
 
     return _each_varying(x, axis, "psum_scatter", leaf)
 
@@ -139,6 +169,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
     """all_to_all: V -> V. Cut along `split_dim`, part i to member i; what arrives joins along `concat_dim`.
 
         abc | def | ghi   ->   adg | beh | cfi
+        = [cat([part.chunk(n, split_dim)[i] for part in parts], concat_dim) for i in range(n)]
 
     Parts are those of `Shard(split_dim)`. Gradient: all_to_all with the dims exchanged.
     """
@@ -169,6 +200,7 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     """ppermute: V -> V. Member `source` sends its value to member `target`, for each pair; others get zeros.
 
         a | b | c   ->   0 | a | b      with perm = [(0, 1), (1, 2)]
+        = results of zeros, then results[target] = parts[source] for each pair
 
     Gradient: ppermute with the pairs reversed.
     """
@@ -189,7 +221,7 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
         sources = [-1] * count
         for source, target in pairs:
             sources[target] = source
-        shapes = mapped.meet(axes, "ppermute", tuple(value.shape))
+        shapes = mapped.meet(axes, f"ppermute of {value.dtype} by {pairs}", tuple(value.shape))
         shape = mapped.own(
             axes, [shapes[source] if source >= 0 else tuple(value.shape) for source in sources]
         )
@@ -202,6 +234,7 @@ def pshuffle(x: Any, axis: Axis, perm: Sequence[int]) -> Any:
     """pshuffle: V -> V. Member i gets the value of member perm[i].
 
         a | b | c   ->   c | a | b      with perm = [2, 0, 1]
+        = [parts[perm[i]] for i in range(n)]
 
     Gradient: pshuffle with the inverse permutation.
     """
@@ -212,6 +245,7 @@ def broadcast(x: Any, axis: Axis, *, root: int = 0) -> Any:
     """broadcast: V -> I. The value of member `root`, on every rank.
 
         a | b | c   ->   a | a | a      with root = 0
+        = [parts[root]] * n
 
     Gradient: the gradient on the root, zeros elsewhere.
     """
@@ -226,7 +260,7 @@ def broadcast(x: Any, axis: Axis, *, root: int = 0) -> Any:
                     remedy="use one of these",
                 )
             )
-        _alike(mapped, value, axes, "broadcast")
+        _alike(mapped, value, axes, "broadcast", f" from {root}")
         return collective_ops.broadcast(value, axes, root)
 
     return _each_varying(x, axis, "broadcast", leaf)
@@ -276,8 +310,8 @@ def _vary(mapped: Mapped, value: Tensor, axes: tuple[str, ...]) -> Tensor:
     return collective_ops.pvary(value, missing)
 
 
-def _alike(mapped: Mapped, value: Tensor, axes: tuple[str, ...], name: str) -> None:
-    shapes = mapped.meet(axes, name, tuple(value.shape))
+def _alike(mapped: Mapped, value: Tensor, axes: tuple[str, ...], name: str, how: str = "") -> None:
+    shapes = mapped.meet(axes, f"{name} of {value.dtype}{how}", tuple(value.shape))
     if len(set(shapes)) > 1:
         raise ArgumentError(
             explain(
@@ -291,7 +325,7 @@ def _alike(mapped: Mapped, value: Tensor, axes: tuple[str, ...], name: str) -> N
 
 def _sizes(mapped: Mapped, value: Tensor, axes: tuple[str, ...], dim: int, name: str) -> list[int]:
     """The members' sizes along `dim`; their other sizes must agree."""
-    shapes = mapped.meet(axes, name, tuple(value.shape))
+    shapes = mapped.meet(axes, f"{name} of {value.dtype} along dim {dim}", tuple(value.shape))
     if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise ArgumentError(
             explain(
@@ -302,6 +336,11 @@ def _sizes(mapped: Mapped, value: Tensor, axes: tuple[str, ...], dim: int, name:
             )
         )
     return [shape[dim] for shape in shapes]
+
+
+def _one_by_one(mapped: Mapped, axes: tuple[str, ...], sizes: Sequence[int], name: str) -> bool:
+    """Whether to take several axes one after the other: parts are uneven in some group, here or elsewhere."""
+    return len(axes) > 1 and any(mapped.meet(mapped.mesh.axis_names, name, len(set(sizes)) > 1))
 
 
 def _parts(size: int, count: int) -> list[int]:

@@ -7,7 +7,10 @@ tensor of the global shape; operations on it run through the sharding rules, one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -15,15 +18,23 @@ from torch.distributed import tensor as torch_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _compat
-from .._errors import ArgumentError, LayoutError, explain
-from .agree import digest, exchange, same_on_all
+from .._errors import ArgumentError, LayoutError, VescaleError, explain
+from .agree import digest, exchange, give_up, same_on_all
 from .chunks import Chunk, chunks
 from .layout import Layout, replicated
 from .locals import local_slice
-from .mesh import Mesh
-from .mesh_order import from_mesh_order, mesh_order, to_torch_placement
-from .placements import P, Partial, Placement, RaggedShard
-from .redistribute import redistribute
+from .mesh import Mesh, make_mesh
+from .mesh_order import as_spec, from_mesh_order, to_torch_placement
+from .placements import (
+    InterleavedShard,
+    P,
+    Partial,
+    Placement,
+    RaggedShard,
+    Shard,
+    StridedRaggedShard,
+)
+from .redistribute import redistribute, scatter
 from .regions import strides
 
 if TYPE_CHECKING:
@@ -56,8 +67,9 @@ class DTensor(Tensor):
     mesh: Mesh
     layout: Layout  # pyright: ignore[reportIncompatibleVariableOverride] - torch's is strided or sparse
     _locals: list[Tensor]  # one for each of mesh.local_ranks, never on a tape of their own
+    _copied: tuple[ReferenceType[DTensor], int] | None  # of a view that is a copy: the base, its version
 
-    __slots__ = ("_locals", "layout", "mesh")
+    __slots__ = ("_copied", "_locals", "layout", "mesh")
     __torch_function__ = _compat.disabled_torch_function  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
@@ -79,7 +91,8 @@ class DTensor(Tensor):
         dtype = locals[0].dtype
         self = _compat.make_wrapper(cls, layout.shape, dtype, mesh.device, requires_grad)
         self.mesh, self.layout = mesh, layout
-        self._locals = list(locals)
+        _seen.add(mesh)
+        self._locals, self._copied = list(locals), None
         return self
 
     @classmethod
@@ -89,8 +102,11 @@ class DTensor(Tensor):
         kwargs = kwargs or {}
         if func in _LOCAL_OPS and isinstance(args[0], DTensor):
             x = args[0]
-            pieces = [func(piece, *args[1:], **kwargs) for piece in x._locals]
-            return DTensor(pieces, x.mesh, x.layout)
+            x.check_fresh()
+            result = DTensor([func(piece, *args[1:], **kwargs) for piece in x._locals], x.mesh, x.layout)
+            if func in _SHARING_OPS:
+                result._copied = x._copied
+            return result
         from .program import dispatch  # it speaks of DTensors itself
 
         return dispatch.run(func, args, kwargs)
@@ -103,7 +119,7 @@ class DTensor(Tensor):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One placement an axis of the mesh, split in the order of the mesh as torch does."""
-        return mesh_order(self.layout)
+        return self.layout.placements
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -152,17 +168,19 @@ class DTensor(Tensor):
 
     def redistribute(
         self,
-        placements: P | DeviceMesh | Mesh | None = None,
+        placements: P | Sequence[Any] | DeviceMesh | Mesh | None = None,
         torch_placements: Sequence[Any] | None = None,
     ) -> DTensor:
         """The same global value in another layout: `x.redistribute(P(dp=Shard(0)))`.
 
-        Axes that `P` doesn't name are replicated. torch's form `(device_mesh, placements)`, one
-        placement an axis in the order of the mesh, is taken too. The gradient comes back in this tensor's
-        layout. Where nothing has to move, the result may share memory with this tensor.
+        Axes that `P` doesn't name are replicated. A list, one placement an axis in the order of the mesh, is
+        taken too, and so is torch's form `(device_mesh, placements)`. The gradient comes back in this
+        tensor's layout. In the layout that it has, it is the same memory; else it is memory of its own.
         """
         spec, me = placements, _compat.base_tensor(self)  # torch.func's wrappers hide who it is
-        if not isinstance(spec, P):
+        if isinstance(spec, (P, list, tuple)):
+            spec = as_spec(me.mesh.abstract, spec)
+        else:
             if torch_placements is None or not _is_mesh(spec, me.mesh):
                 raise ArgumentError(
                     explain(
@@ -195,6 +213,90 @@ class DTensor(Tensor):
     def donate(self, where: str) -> None:
         """Give up the pieces: using this tensor from now on is an error that says `where` they went."""
         self._locals = _Gone(where)
+
+    def norm(
+        self,
+        p: float | str | None = "fro",
+        dim: Any = None,
+        keepdim: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The vector norm of order `p`, over all dims or some; matrix norms are in torch.linalg."""
+        # torch.norm takes the path of sparse tensors when x.layout is not torch.strided.
+        order = 2.0 if p is None or p == "fro" else p
+        return torch.linalg.vector_norm(self, order, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
+
+    # Views that are copies: where the layout of the base did not survive the view.
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is a view of a tensor that still exists, in memory of its own."""
+        return self._copied is not None and self._copied[0]() is not None
+
+    def mark_copied(self, base: DTensor) -> None:
+        """Say that this is a view of `base`: is it one in memory too?"""
+        shared = [
+            not own.numel() or own.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
+            for own, piece in zip(self._locals, base._locals, strict=True)
+        ]
+        if base.is_copy:
+            self._copied = base._copied
+        elif not all(shared):
+            self._copied = ref(base), -1 if base.is_inference() else base._version
+
+    def check_fresh(self) -> None:
+        """Raises ArgumentError for a view that is a copy, when its base was written since."""
+        if self._copied is None:
+            return
+        base, version = self._copied[0](), self._copied[1]
+        if base is not None and version >= 0 and base._version != version:
+            raise ArgumentError(
+                explain(
+                    f"{self!r}, a view of a tensor that was written since",
+                    rule=f"a view that the layout {base.layout.spec} doesn't survive is a copy",
+                    remedy="take the view again, or clone it before the write",
+                )
+            )
+
+    def write(self, values: Sequence[Tensor]) -> None:
+        """Overwrite the pieces with values of the same shapes, in the memory that they have."""
+        for index, (piece, value) in enumerate(zip(self._locals, values, strict=True)):
+            # A gradient may come as one element, expanded: nobody else sees that one.
+            expanded = any(not stride and size > 1 for stride, size in zip(piece.stride(), piece.shape))
+            if expanded and self._base is None:
+                self._locals[index] = value.clone()
+            else:
+                piece.copy_(value)
+
+    # Pickling and copying.
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The pieces of this process's ranks, and the mesh by its axes and ranks: loaded where they live."""
+        mesh = self.mesh
+        place = mesh.backend, mesh.axis_names, mesh.shape, mesh.world_ranks, str(mesh.device)
+        where = (*place, f"{_PROCESS} {id(mesh)}")
+        spec = tuple((axis, *_to_plain(placement)) for axis, placement in self.layout.spec.items())
+        detached = [piece.detach() for piece in self._locals]
+        kind = "parameter" if isinstance(self, torch.nn.Parameter) else ""
+        return _load, (detached, where, spec, tuple(self.layout.shape), self.requires_grad, kind)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if not self.is_leaf:
+            raise ArgumentError(
+                explain(
+                    f"a deep copy of {self!r}, the result of an op",
+                    rule="a copy has no history: only leaves are copied",
+                    remedy="copy x.detach()",
+                )
+            )
+        if id(self) not in memo:
+            copied = DTensor([p.clone() for p in self._locals], self.mesh, self.layout, self.requires_grad)
+            for name, value in vars(self).items():  # what marks a parameter, among others
+                setattr(copied, name, deepcopy(value, memo))
+            if self.grad is not None:
+                copied.grad = deepcopy(self.grad, memo)
+            memo[id(self)] = copied
+        return memo[id(self)]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         # Says nothing of values: the whole one would take communication, the local one is to_local's.
@@ -282,9 +384,9 @@ class _Gone(list):
 
 
 # Ops that do to every piece, contributions included, what they do to the whole.
+_SHARING_OPS = {aten.detach.default, aten.alias.default}
 _LOCAL_OPS = {
-    aten.detach.default,
-    aten.alias.default,
+    *_SHARING_OPS,
     aten.clone.default,
     aten.zeros_like.default,
 }
@@ -295,7 +397,10 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(x: DTensor, layout: Layout) -> DTensor:
-        return DTensor(redistribute(x._locals, x.layout, layout, x.mesh), x.mesh, layout)
+        x.check_fresh()
+        pieces = redistribute(x._locals, x.layout, layout, x.mesh)
+        # A slice of a replica that could be written would leave replicas that differ.
+        return DTensor(pieces if layout is x.layout else _apart(pieces, x), x.mesh, layout)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -308,14 +413,21 @@ class _Redistribute(torch.autograd.Function):
         return DTensor.redistribute(grad, ctx.spec) if is_ours else grad, None
 
 
+def _apart(pieces: Sequence[Tensor], x: DTensor) -> list[Tensor]:
+    """The pieces, copied where they are memory of `x`."""
+    taken = {piece.untyped_storage().data_ptr() for piece in x._locals if piece.numel()}
+    return [p.clone() if p.numel() and p.untyped_storage().data_ptr() in taken else p for p in pieces]
+
+
 class _Full(torch.autograd.Function):
     """The global value; a gradient of it is a global value too, equal on all ranks."""
 
     @staticmethod
     def forward(x: DTensor) -> Tensor:
+        x.check_fresh()
         whole = replicated(x.mesh.abstract, x.layout.shape)
-        full = redistribute(x._locals, x.layout, whole, x.mesh)[0]
-        return full.view_as(full) if any(full is piece for piece in x._locals) else full
+        (full,) = _apart(redistribute(x._locals, x.layout, whole, x.mesh)[:1], x)
+        return full
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -350,13 +462,16 @@ def place(value: Tensor, mesh: Mesh, layout: Layout) -> DTensor:
     return _Place.apply(value, mesh, layout)  # pyright: ignore[reportReturnType]
 
 
-def distribute_tensor(tensor: Tensor, mesh: Mesh, placements: P) -> DTensor:
+def distribute_tensor(
+    tensor: Tensor, mesh: Mesh, placements: P | Sequence[Any], src_rank: int | None = None
+) -> DTensor:
     """The global value `tensor`, equal on all ranks, cut up over `mesh`.
 
         distribute_tensor : global -> DTensor
 
     In processes the ranks compare checksums first. No rank sends anything else: each keeps its own
-    part of what it has, in memory of its own.
+    part of what it has, in memory of its own. With `src_rank` only the value of that rank of the mesh counts;
+    the others bring a tensor of the same shape and dtype, and get their parts in one scatter.
 
     Raises ConsistencyError when ranks have different values, LayoutError when the placements don't fit.
 
@@ -366,19 +481,38 @@ def distribute_tensor(tensor: Tensor, mesh: Mesh, placements: P) -> DTensor:
     >>> distribute_tensor(torch.arange(4), mesh, P(tp=Shard(0))).to_local(rank=0)
     tensor([0, 1])
     """
-    if isinstance(tensor, DTensor):
-        raise ArgumentError(
-            explain(
-                f"{tensor!r}",
-                where="distribute_tensor",
-                rule="distribute_tensor takes a plain tensor, the global value",
-                remedy="to change a DTensor's layout, use x.redistribute(P(...))",
+    try:
+        if isinstance(tensor, DTensor):
+            raise ArgumentError(
+                explain(
+                    f"{tensor!r}",
+                    where="distribute_tensor",
+                    rule="distribute_tensor takes a plain tensor, the global value",
+                    remedy="to change a DTensor's layout, use x.redistribute(P(...))",
+                )
             )
-        )
-    layout = Layout(mesh.abstract, placements, tuple(tensor.shape))
-    if not mesh.is_simulated and mesh.local_ranks:
-        same_on_all(mesh, "distribute_tensor", {"the tensor": digest(tensor)})
+        layout = Layout(mesh.abstract, as_spec(mesh.abstract, placements), tuple(tensor.shape))
+        if src_rank is not None and not 0 <= src_rank < mesh.size:
+            raise ArgumentError(
+                explain(
+                    f"src_rank={src_rank}",
+                    where="distribute_tensor",
+                    rule=f"the source is one of the {mesh.size} ranks of the mesh",
+                    remedy="count ranks within the mesh, from 0",
+                )
+            )
+    except VescaleError as error:
+        give_up(mesh, error)  # the others are told, and don't wait
+        raise
     value = tensor.detach().to(mesh.device)
+    if mesh.is_simulated or not mesh.local_ranks:
+        src_rank = None  # this process has the one value
+    elif src_rank is None:
+        same_on_all(mesh, "distribute_tensor", {"the tensor": digest(tensor)})
+    else:
+        kind = f"{list(tensor.shape)} of {tensor.dtype}"
+        same_on_all(mesh, f"distribute_tensor(..., src_rank={src_rank})", {"shape and dtype": kind})
+        return DTensor([scatter(value, layout, mesh, src_rank)], mesh, layout, tensor.requires_grad)
     pieces = [
         local_slice(value, layout, rank).clone(memory_format=torch.contiguous_format)
         for rank in mesh.local_ranks
@@ -389,7 +523,7 @@ def distribute_tensor(tensor: Tensor, mesh: Mesh, placements: P) -> DTensor:
 def from_local(
     tensors: Tensor | Sequence[Tensor],
     mesh: Mesh,
-    placements: P,
+    placements: P | Sequence[Any],
     shape: Sequence[int] | None = None,
 ) -> DTensor:
     """The DTensor whose pieces the ranks already hold.
@@ -409,7 +543,12 @@ def from_local(
     >>> from_local([torch.zeros(2, 3), torch.ones(1, 3)], mesh, P(dp=Shard(0))).shape
     torch.Size([3, 3])
     """
-    pieces = _pieces(tensors, mesh)
+    try:
+        placements = as_spec(mesh.abstract, placements)
+        pieces = _pieces(tensors, mesh)
+    except VescaleError as error:
+        give_up(mesh, error)  # the others are told, and don't wait
+        raise
     mine = [[list(piece.shape), str(piece.dtype).removeprefix("torch.")] for piece in pieces]
     where = f"from_local(..., {placements})"
     records = mine if mesh.is_simulated else [r[0] for r in exchange(mesh, where, mine)]
@@ -462,7 +601,7 @@ def _pieces(tensors: Tensor | Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
 def _global_shape(mesh: Mesh, spec: P, shapes: Sequence[tuple[int, ...]], where: str) -> tuple[int, ...]:
     """What the pieces add up to, dim by dim, over the ranks along the axes that split it."""
     ranks = {len(shape) for shape in shapes}
-    ragged = [p for _, p in spec.items() if isinstance(p, RaggedShard)]
+    ragged = [p for _, p in spec.items() if isinstance(p, (RaggedShard, StridedRaggedShard))]
     if len(ranks) > 1 or any(len(p.dims) > 1 for p in ragged):
         raise ArgumentError(
             explain(
@@ -475,9 +614,7 @@ def _global_shape(mesh: Mesh, spec: P, shapes: Sequence[tuple[int, ...]], where:
     total = []
     for dim in range(ranks.pop()):
         along = {
-            axis
-            for axis, p in spec.items()
-            if getattr(p, "dim", None) == dim or (dim == 0 and isinstance(p, RaggedShard))
+            axis for axis, p in spec.items() if getattr(p, "dim", None) == dim or (dim == 0 and p in ragged)
         }
         total.append(
             sum(
@@ -502,6 +639,63 @@ def from_torch(tensor: torch_tensor.DTensor) -> DTensor:
 
 
 _meshes: dict[DeviceMesh, Mesh] = {}
+
+# Pickling. Placements as plain data, so that torch.load needs to trust one function only.
+
+_PROCESS = uuid4().hex
+_seen: WeakSet[Mesh] = WeakSet()  # the meshes on which this process has made DTensors
+
+
+def _to_plain(placement: Placement) -> tuple[Any, ...]:
+    values = tuple(getattr(placement, name) for name in placement.__dataclass_fields__)  # type: ignore[attr-defined]
+    return (type(placement).__name__, *values)
+
+
+def _from_plain(name: str, *values: Any) -> Placement:
+    if name == "RaggedShard":
+        return RaggedShard.from_runs(*values)
+    kind = {"Shard": Shard, "InterleavedShard": InterleavedShard, "Partial": Partial}[name]
+    return kind(*values)
+
+
+def _load(
+    pieces: list[Tensor],
+    where: tuple[Any, ...],
+    spec: Sequence[Any],
+    shape: tuple[int, ...],
+    grad: bool,
+    kind: str,
+) -> DTensor:
+    """The DTensor that was pickled, on this process's mesh of that shape: one in use, else a new one.
+
+    In processes every rank loads what it saved, and where no such mesh is in use all ranks load together.
+    """
+    backend, names, sizes, ranks, device, token = where
+    here = [
+        mesh
+        for mesh in _seen
+        if (mesh.backend, mesh.axis_names, mesh.shape, mesh.world_ranks) == (backend, names, sizes, ranks)
+        and str(mesh.device) == device
+    ]
+    if here:  # the very one, if this process pickled it
+        mesh = min(here, key=lambda mesh: f"{_PROCESS} {id(mesh)}" != token)
+    elif backend == "simulated" or ranks == tuple(range(len(ranks))):
+        mesh = make_mesh(dict(zip(names, sizes)), backend=backend, device=device)
+    else:
+        raise ArgumentError(
+            explain(
+                f"a DTensor on the ranks {ranks}",
+                where="unpickling",
+                rule="a mesh of some ranks is made by the whole world",
+                remedy="make that mesh, and a DTensor on it, before loading",
+            )
+        )
+    layout = Layout(mesh.abstract, P.of((axis, _from_plain(*plain)) for axis, *plain in spec), tuple(shape))
+    loaded = DTensor(pieces, mesh, layout, grad)
+    return torch.nn.Parameter(loaded, grad) if kind else loaded  # type: ignore[return-value]
+
+
+torch.serialization.add_safe_globals([_load])
 
 
 def _is_mesh(candidate: Any, mesh: Mesh) -> bool:

@@ -7,8 +7,9 @@ Splits are kept in one canonical order, so that two spellings of one layout are 
   digit of `size` values with `outer` values to its left; the axis owns that digit. `Shard` is the digit
   with outer = 1, `InterleavedShard(dim, 3)` has outer = 3, a second Shard of the same dim has outer =
   size of the first. Digits commute, and views only move them, so the sharding rules speak of digits;
-* uneven splits of one dim keep the order in which they were written;
-* the ragged split comes last.
+* uneven splits of one dim keep the order in which they were written, but for axes of one rank, whose
+  Shards come first;
+* the ragged split comes last, and is a RaggedShard also where it was written as a StridedRaggedShard.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from .._errors import LayoutError, explain, near_misses
-from .placements import InterleavedShard, P, Partial, Placement, RaggedShard, Replicate, Shard
+from .placements import (
+    InterleavedShard,
+    P,
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedRaggedShard,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -151,6 +161,34 @@ class Layout:
         """Shape of the local tensor on `rank`."""
         return _local_shape(self, rank)
 
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement an axis, split in the order of the mesh, as torch writes a layout.
+
+        Raises LayoutError for the few that have no such spelling: uneven splits of one dim in another order.
+
+        >>> mesh = AbstractMesh(("dp", "tp"), (2, 2))
+        >>> Layout(mesh, P(tp=Shard(0), dp=RaggedShard((0,), (3, 1))), (8, 4)).placements
+        (StridedRaggedShard((0,), (3, 1), split_factor=2), Shard(0))
+        """
+        from .mesh_order import mesh_order  # it speaks of layouts itself
+
+        return mesh_order(self)
+
+    def boxes(self, rank: int) -> tuple[tuple[Interval, ...], ...]:
+        """What `rank` holds as the fewest boxes, (start, stop) for each dim, in order of their offsets.
+
+        >>> mesh = AbstractMesh(("dp",), (2,))
+        >>> Layout(mesh, P(dp=RaggedShard((0, 1), (5, 7))), (4, 6)).boxes(0)
+        (((0, 1), (0, 6)), ((1, 2), (0, 4)))
+        """
+        from .chunks import chunks  # it speaks of layouts itself
+
+        return tuple(
+            tuple((at, at + size) for at, size in zip(chunk.offsets, chunk.sizes))
+            for chunk in chunks(self, rank)
+        )
+
     def regions(self, rank: int) -> Iterator[Interval]:
         """The flat row-major global intervals that `rank` holds, in the order of its local elements."""
         sets, strides = self.index_sets(rank), _strides(self.shape)
@@ -179,13 +217,39 @@ class Layout:
             yield pending
 
     def owner(self, index: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks that hold the element at the global `index` (all replicas, all partial contributors)."""
-        flat = sum(i * stride for i, stride in zip(index, _strides(self.shape), strict=True))
-        return tuple(
-            rank
-            for rank in range(self.mesh.size)
-            if any(start <= flat < stop for start, stop in self.regions(rank))
-        )
+        """The ranks that hold the element at the global `index` (all replicas, all partial contributors).
+
+        >>> mesh = AbstractMesh(("dp", "tp"), (2, 2))
+        >>> Layout(mesh, P(tp=Shard(0)), (4,)).owner((3,))
+        (1, 3)
+        """
+        if len(index) != len(self.shape) or any(not 0 <= i < n for i, n in zip(index, self.shape)):
+            raise LayoutError(
+                explain(
+                    found=f"index {tuple(index)}",
+                    where=self,
+                    rule="an index counts from 0 in each dim of the global shape",
+                    remedy="use an index inside the tensor",
+                )
+            )
+        coordinate: dict[str, int] = {}
+        place, piece = list(index), list(self.shape)  # shrink with each split
+        for axis, placement in self.spec.items():
+            if isinstance(placement, (Shard, InterleavedShard)):
+                dim, size = placement.dim, self.mesh.axis_size(axis)
+                found = _locate(placement, place[dim], piece[dim], size)
+                coordinate[axis], place[dim], piece[dim] = found
+        if self.ragged is not None:
+            axis, ragged = self.ragged
+            row, rows = 0, 1
+            for dim in ragged.dims:
+                row, rows = row * piece[dim] + place[dim], rows * piece[dim]
+            coordinate[axis] = ragged.holder(row, rows)
+        ranks = [0]
+        for axis, size in zip(self.mesh.axis_names, self.mesh.shape):
+            along = (coordinate[axis],) if axis in coordinate else range(size)
+            ranks = [rank * size + i for rank in ranks for i in along]
+        return tuple(ranks)
 
     def num_bytes(self, rank: int, dtype: torch.dtype) -> int:
         """Bytes of the local tensor on `rank`."""
@@ -210,6 +274,8 @@ _layouts: dict[tuple[AbstractMesh, P, tuple[int, ...]], Layout] = {}
 
 @lru_cache(maxsize=65536)
 def _intern(mesh: AbstractMesh, spec: P, shape: tuple[int, ...]) -> Layout:
+    if any(isinstance(placement, StridedRaggedShard) for _, placement in spec.items()):
+        return _intern(mesh, _ragged_last(mesh, spec), shape)
     by_dim: dict[int, list[tuple[str, Shard | InterleavedShard]]] = {}
     partials: dict[str, str] = {}
     ragged: tuple[str, RaggedShard] | None = None
@@ -249,7 +315,8 @@ def _intern(mesh: AbstractMesh, spec: P, shape: tuple[int, ...]) -> Layout:
                 explain(
                     found=f"{placement!r} over {axis!r}",
                     where=str(spec),
-                    rule="layouts know Replicate, Shard, InterleavedShard, Partial and RaggedShard",
+                    rule="layouts know Replicate, Shard, InterleavedShard, Partial, RaggedShard and "
+                    "StridedRaggedShard",
                     remedy="use one of these",
                 )
             )
@@ -270,7 +337,9 @@ def _intern(mesh: AbstractMesh, spec: P, shape: tuple[int, ...]) -> Layout:
         found = _find_digits(shape[dim], by_dim[dim], mesh)
         if found is None:
             _check_sections(shape[dim], by_dim[dim], mesh, spec)
-            ordered += by_dim[dim]
+            idle = [e for e in by_dim[dim] if mesh.axis_size(e[0]) == 1 and isinstance(e[1], Shard)]
+            ordered += sorted(idle, key=lambda entry: entry[0])
+            ordered += [entry for entry in by_dim[dim] if entry not in idle]
         else:
             digits.update(found)
             ordered += _spell_digits(found, mesh)
@@ -309,6 +378,28 @@ def _from_digits(
         P.of(spelled + sorted(others, key=lambda entry: isinstance(entry[1], RaggedShard))),
         shape,
     )
+
+
+def _ragged_last(mesh: AbstractMesh, spec: P) -> P:
+    """The spec with each StridedRaggedShard as a RaggedShard after all other splits."""
+    sharded = [axis for axis, p in spec.items() if isinstance(p, (Shard, InterleavedShard))]
+    for axis in spec:
+        mesh.check_axis(axis, where=f"in {spec}")
+    factor = math.prod(mesh.axis_size(axis) for axis in sharded)
+    strided = [(axis, p) for axis, p in spec.items() if isinstance(p, StridedRaggedShard)]
+    for axis, placement in strided:
+        if placement.split_factor != factor:
+            listed = ", ".join(f"{a}={mesh.axis_size(a)}" for a in sharded) or "none"
+            raise LayoutError(
+                explain(
+                    found=f"{placement} over {axis!r}",
+                    where=str(spec),
+                    rule=f"split_factor is the product of the sizes of the sharded axes ({listed}): {factor}",
+                    remedy=f"use split_factor={factor}, or write {axis}=RaggedShard(...) last",
+                )
+            )
+    others = [entry for entry in spec.items() if entry not in strided]
+    return P.of([*others, *((axis, placement.ragged) for axis, placement in strided)])
 
 
 def _find_digits(
@@ -397,8 +488,17 @@ def _check_sections(
         pieces = {
             sum(stop - start for start, stop in _dim_intervals(piece, ((placement, index, size),)))
             for piece in pieces
-            for index in range(size)
+            for index in _turns(placement, piece, size)
         }
+
+
+def _turns(placement: Shard | InterleavedShard, length: int, size: int) -> set[int]:
+    """Coordinates that among them have pieces of every length: full chunks, a short one, empty ones."""
+    turns = {0, size - 1}
+    for section in set(_sections(placement, length)):
+        last = section // -(-section // size) if section else 0
+        turns |= {last, last + 1}
+    return {index for index in turns if index < size}
 
 
 def _check_ragged(
@@ -476,7 +576,7 @@ def _check_ragged(
                     where=str(spec),
                     rule="a ragged split comes last unless its cuts are whole in the dims from the "
                     "later split on",
-                    remedy=f"write {other} before {axis} in P",
+                    remedy=f"write {other} before {axis} in P, or say StridedRaggedShard in a list by axis",
                 )
             )
 
@@ -522,21 +622,39 @@ def _dim_intervals(
     intervals: tuple[Interval, ...] = ((0, length),)
     for placement, coordinate, size in splits:
         here = sum(stop - start for start, stop in intervals)
-        sections = getattr(placement, "sections", 1)
-        if isinstance(sections, int):
-            sections = (here // sections,) * sections
         taken: list[Interval] = []
         base = 0
-        for section in sections:
-            chunk = -(-section // size)
-            taken += _take(
-                intervals,
-                base + min(chunk * coordinate, section),
-                base + min(chunk * (coordinate + 1), section),
-            )
+        for section in _sections(placement, here):
+            low, high = _chunk(section, size, coordinate)
+            taken += _take(intervals, base + low, base + high)
             base += section
         intervals = _merge(taken)
     return intervals
+
+
+def _sections(placement: Shard | InterleavedShard, length: int) -> tuple[int, ...]:
+    """The sizes of the sections that a split cuts, one for a Shard."""
+    sections = placement.sections if isinstance(placement, InterleavedShard) else 1
+    return (length // sections,) * sections if isinstance(sections, int) else sections
+
+
+def _chunk(length: int, size: int, coordinate: int) -> Interval:
+    """torch's chunks: each is the ceiling of length / size long while there is any left."""
+    chunk = -(-length // size)
+    return min(chunk * coordinate, length), min(chunk * (coordinate + 1), length)
+
+
+def _locate(placement: Shard | InterleavedShard, index: int, length: int, size: int) -> tuple[int, int, int]:
+    """Who has the index after a split of `length`: (coordinate, index in the piece, length of the piece)."""
+    sections = _sections(placement, length)
+    number, rest = 0, index
+    while rest >= sections[number]:
+        rest -= sections[number]
+        number += 1
+    coordinate = rest // -(-sections[number] // size)
+    chunks = [_chunk(section, size, coordinate) for section in sections]
+    held = [stop - start for start, stop in chunks]
+    return coordinate, sum(held[:number]) + rest - chunks[number][0], sum(held)
 
 
 def _take(intervals: tuple[Interval, ...], low: int, high: int) -> Iterator[Interval]:
@@ -571,7 +689,9 @@ def _boxes(sets: tuple[tuple[Interval, ...], ...], strides: tuple[int, ...]) -> 
     if len(sets) == 1:
         yield from sets[0]
         return
-    inner = list(_boxes(sets[1:], strides[1:]))
+    inner = list(_boxes(sets[1:], strides[1:])) if sets[0] else []
+    if not inner:
+        return
     whole = len(inner) == 1 and inner[0] == (0, strides[0])
     for start, stop in sets[0]:
         if whole:

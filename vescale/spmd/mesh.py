@@ -116,6 +116,7 @@ class Mesh:
         self._groups = dict(groups or {})
         self._created: list[dist.ProcessGroup] = []
         self._device_mesh: DeviceMesh | None = None
+        self._parts: dict[tuple[str, ...], Mesh] = {}
         if simulated:
             self.local_ranks = tuple(range(abstract.size))
         else:
@@ -177,21 +178,23 @@ class Mesh:
         return self.abstract.coordinate(self.rank)[axis]
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Mesh:
-        """The sub-mesh of these axes that this process is in (rank 0's, when simulated)."""
+        """The sub-mesh of these axes that this process is in (rank 0's, when simulated); one object each."""
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         for axis in axes:
             self.abstract.check_axis(axis, where=f"mesh[{axes}]")
         kept = tuple(axis for axis in self.axis_names if axis in axes)
         sub = AbstractMesh(kept, tuple(self.abstract.axis_size(axis) for axis in kept))
         here = self.local_ranks[0] if self.local_ranks else 0
-        members = group_ranks(self.abstract, kept, here)
-        return Mesh(
-            sub,
-            self.device,
-            tuple(self.world_ranks[rank] for rank in members),
-            simulated=self.is_simulated,
-            parent=self,
-        )
+        if kept not in self._parts:
+            members = group_ranks(self.abstract, kept, here)
+            self._parts[kept] = Mesh(
+                sub,
+                self.device,
+                tuple(self.world_ranks[rank] for rank in members),
+                simulated=self.is_simulated,
+                parent=self,
+            )
+        return self._parts[kept]
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         """The process group of this rank over `axes`, flattened row-major in the order of the mesh."""
@@ -367,6 +370,19 @@ def group_ranks(mesh: AbstractMesh, axes: tuple[str, ...], rank: int) -> tuple[i
         if axis in axes:
             ranks = [r + i * strides[axis] for r in ranks for i in range(mesh.axis_size(axis))]
     return tuple(ranks)
+
+
+def group_index(mesh: AbstractMesh, axes: tuple[str, ...], rank: int) -> int:
+    """The place of `rank` in `group_ranks(mesh, axes, rank)`, without listing them.
+
+    >>> group_index(AbstractMesh(("dp", "tp"), (2, 4)), ("dp",), 5)
+    1
+    """
+    coordinate, place = mesh.coordinate(rank), 0
+    for axis in mesh.axis_names:
+        if axis in axes:
+            place = place * mesh.axis_size(axis) + coordinate[axis]
+    return place
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """The other spelling of a layout: one placement an axis, split in the order of the mesh, as torch writes it.
 
 `P` keeps the order in which the splits were written. In mesh order an axis that was split later but comes
-first in the mesh takes its chunk of each section that the others leave: an InterleavedShard.
+first in the mesh takes its chunk of each section that the others leave: an InterleavedShard. A ragged split
+that comes first in the mesh and doesn't commute with the others is a StridedRaggedShard.
 """
 
 from __future__ import annotations
@@ -14,7 +15,26 @@ from torch.distributed import tensor as torch_tensor
 
 from .._errors import LayoutError, explain
 from .layout import AbstractMesh, Layout
-from .placements import InterleavedShard, P, Partial, Placement, Replicate, Shard
+from .placements import InterleavedShard, P, Partial, Placement, Replicate, Shard, StridedRaggedShard
+
+
+def as_spec(mesh: AbstractMesh, placements: P | Sequence[Any]) -> P:
+    """`P` as it is, or a list of placements in the order of the mesh as one.
+
+    >>> as_spec(AbstractMesh(("dp", "tp"), (2, 2)), [Replicate(), Shard(1)])
+    P(dp=Replicate(), tp=Shard(1))
+    """
+    if isinstance(placements, P):
+        return placements
+    if isinstance(placements, Sequence) and not isinstance(placements, str):
+        return from_mesh_order(mesh, placements)
+    raise LayoutError(
+        explain(
+            f"{placements!r}",
+            rule="a layout is P(axis=placement), or a list of placements, one an axis of the mesh",
+            remedy=f"for example P({mesh.axis_names[0]}=vs.Shard(0))",
+        )
+    )
 
 
 def from_mesh_order(mesh: AbstractMesh, placements: Sequence[Any]) -> P:
@@ -85,17 +105,27 @@ def mesh_order(layout: Layout) -> tuple[Placement, ...]:
         )
         sections = digit.outer // left
         placements.append(Shard(digit.dim) if sections == 1 else InterleavedShard(digit.dim, sections))
-    spec = P.of(zip(mesh.axis_names, placements))
-    try:
-        same = Layout(mesh, spec, layout.shape) is layout
-    except LayoutError:
-        same = False
-    if not same:
-        raise LayoutError(
-            explain(
-                f"{layout.spec}",
-                rule="no placements in the order of the mesh mean this layout",
-                remedy="use x.layout.spec, which keeps the order of the splits",
-            )
+    if _means(placements, layout):
+        return tuple(placements)
+    if layout.ragged is not None:
+        axis, ragged = layout.ragged
+        sharded = [a for a, p in layout.spec.items() if isinstance(p, (Shard, InterleavedShard))]
+        factor = math.prod(mesh.axis_size(a) for a in sharded)
+        placements[mesh.axis_names.index(axis)] = StridedRaggedShard.of(ragged, factor)
+        if _means(placements, layout):
+            return tuple(placements)
+    raise LayoutError(
+        explain(
+            f"{layout.spec}",
+            rule="no placements in the order of the mesh mean this layout",
+            remedy="use x.layout.spec, which keeps the order of the splits",
         )
-    return tuple(placements)
+    )
+
+
+def _means(placements: Sequence[Placement], layout: Layout) -> bool:
+    """Whether the placements, split in the order of the mesh, are this layout."""
+    try:
+        return Layout(layout.mesh, P.of(zip(layout.mesh.axis_names, placements)), layout.shape) is layout
+    except LayoutError:
+        return False

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import index
 
 from .._errors import LayoutError, explain
 
@@ -134,13 +135,22 @@ class RaggedShard(Placement):
     runs: tuple[tuple[int, int], ...]  # (units, how many neighbouring ranks hold that many)
 
     def __init__(self, dims: Sequence[int], local_units: Iterable[int]) -> None:
-        runs = tuple((int(unit), sum(1 for _ in group)) for unit, group in groupby(local_units))
-        self._set(tuple(dims), runs)
+        try:
+            units, dims = [index(unit) for unit in local_units], tuple(dims)
+        except TypeError:
+            raise LayoutError(
+                explain(
+                    found=f"RaggedShard({dims!r}, {local_units!r})",
+                    rule="dims is a tuple, and units are whole numbers, one for each rank",
+                    remedy="for example RaggedShard((0,), (3, 1))",
+                )
+            ) from None
+        self._set(dims, tuple((unit, sum(1 for _ in group)) for unit, group in groupby(units)))
 
     @classmethod
     def even(cls, size: int, dims: Sequence[int] = (0,)) -> RaggedShard:
         """The same number of units on each of `size` ranks."""
-        return cls._from_runs(tuple(dims), ((1, size),))
+        return cls.from_runs(dims, ((1, size),))
 
     @classmethod
     def on_rank(cls, rank: int, size: int) -> RaggedShard:
@@ -153,7 +163,7 @@ class RaggedShard(Placement):
                     remedy=f"use a rank in 0..{size - 1}",
                 )
             )
-        return cls._from_runs((), tuple(run for run in ((0, rank), (1, 1), (0, size - rank - 1)) if run[1]))
+        return cls.from_runs((), ((0, rank), (1, 1), (0, size - rank - 1)))
 
     @classmethod
     def from_sizes(cls, dims: Sequence[int], sizes: Iterable[int]) -> RaggedShard:
@@ -161,9 +171,21 @@ class RaggedShard(Placement):
         return cls(dims, sizes)
 
     @classmethod
-    def _from_runs(cls, dims: tuple[int, ...], runs: tuple[tuple[int, int], ...]) -> RaggedShard:
+    def chunks(cls, rows: int, size: int) -> RaggedShard:
+        """The cut that Shard(0) makes: ceil-sized chunks while there are rows, a short one, then none."""
+        chunk = -(-rows // size)
+        full, rest = divmod(rows, chunk)
+        return cls.from_runs((0,), ((chunk, full), (rest, int(rest > 0)), (0, size - full - (rest > 0))))
+
+    @classmethod
+    def from_runs(cls, dims: Sequence[int], runs: Iterable[tuple[int, int]]) -> RaggedShard:
+        """From (units, how many neighbouring ranks hold that many): nothing is written out.
+
+        >>> RaggedShard.from_runs((0,), [(2, 1), (3, 10_238), (0, 1)])
+        RaggedShard((0,), (2, 3 x 10238, 0))
+        """
         self = object.__new__(cls)
-        self._set(dims, runs)
+        self._set(tuple(dims), tuple((unit, count) for unit, count in runs if count))
         return self
 
     def _set(self, dims: tuple[int, ...], runs: tuple[tuple[int, int], ...]) -> None:
@@ -176,10 +198,9 @@ class RaggedShard(Placement):
                 )
             )
         if any(unit < 0 for unit, _ in runs) or not any(unit for unit, _ in runs):
-            units = [unit for unit, _ in runs]
             raise LayoutError(
                 explain(
-                    found=f"RaggedShard units {units}",
+                    found=f"RaggedShard units ({_units_text(runs)})",
                     rule="units are not negative and their sum is positive",
                     remedy="give each rank the number of units that it holds, 0 for none",
                 )
@@ -220,11 +241,83 @@ class RaggedShard(Placement):
             before, rank = before + unit * count, rank - count
         raise IndexError(rank)
 
+    def holder(self, row: int, rows: int) -> int:
+        """The rank that holds the prefix row `row`, of `rows` in all: the inverse of `span`."""
+        unit_number, before = row * self.total // rows, 0
+        for unit, count in self.runs:
+            if unit_number < unit * count:
+                return before + unit_number // unit
+            unit_number, before = unit_number - unit * count, before + count
+        raise IndexError(row)
+
     def __repr__(self) -> str:
         if len(self.runs) == 1 and self.size > 1:
             return f"RaggedShard.even({self.size}, dims={self.dims})"
-        units = ", ".join(f"{unit}" if count == 1 else f"{unit} x {count}" for unit, count in self.runs)
-        return f"RaggedShard({self.dims}, ({units}))"
+        return f"RaggedShard({self.dims}, ({_units_text(self.runs)}))"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class StridedRaggedShard(Placement):
+    """A RaggedShard that is applied after every other Shard, wherever it stands.
+
+    For lists in the order of the mesh, where the ragged axis comes first. `split_factor` is the product
+    of the axis sizes of those Shards: how many pieces there are before the ragged split. On a mesh
+    with dp = 2 and tp = 2 these are one layout, FSDP over a tensor-parallel tensor:
+
+        [StridedRaggedShard((0,), (3, 1), split_factor=2), Shard(0)]
+        P(tp=Shard(0), dp=RaggedShard((0,), (3, 1)))
+
+        rows of (8, n)    tp 0: 0 1 2 | 3    tp 1: 4 5 6 | 7
+                          dp 0        dp 1   dp 0        dp 1
+
+    >>> StridedRaggedShard((0,), (2, 6), split_factor=2)
+    StridedRaggedShard((0,), (1, 3), split_factor=2)
+    """
+
+    ragged: RaggedShard
+    split_factor: int
+
+    def __init__(self, dims: Sequence[int], local_units: Iterable[int], split_factor: int) -> None:
+        self._set(RaggedShard(dims, local_units), split_factor)
+
+    @classmethod
+    def of(cls, ragged: RaggedShard, split_factor: int) -> StridedRaggedShard:
+        """The same cut as `ragged`, after `split_factor` pieces have been made."""
+        self = object.__new__(cls)
+        self._set(ragged, split_factor)
+        return self
+
+    def _set(self, ragged: RaggedShard, split_factor: int) -> None:
+        if type(split_factor) is not int or split_factor < 1:
+            raise LayoutError(
+                explain(
+                    found=f"split_factor={split_factor!r}",
+                    rule="the split factor is how many pieces the other Shards make, 1 or more",
+                    remedy="multiply the sizes of the axes that are sharded",
+                )
+            )
+        object.__setattr__(self, "ragged", ragged)
+        object.__setattr__(self, "split_factor", split_factor)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The prefix dims of the ragged cut."""
+        return self.ragged.dims
+
+    @property
+    def local_units(self) -> tuple[int, ...]:
+        """Units of each rank, written out."""
+        return self.ragged.local_units
+
+    def __repr__(self) -> str:
+        units = _units_text(self.ragged.runs)
+        return f"StridedRaggedShard({self.dims}, ({units}), split_factor={self.split_factor})"
+
+
+def _units_text(runs: tuple[tuple[int, int], ...]) -> str:
+    """Units as an error or a repr shows them: equal neighbours counted, long lists cut short."""
+    parts = [f"{unit}" if count == 1 else f"{unit} x {count}" for unit, count in runs]
+    return ", ".join(parts if len(parts) <= 12 else [*parts[:8], "..", *parts[-2:]])
 
 
 class P:
@@ -268,7 +361,8 @@ class P:
                 raise LayoutError(
                     explain(
                         found=f"P({axis}={placement!r})",
-                        rule="a placement is Replicate, Shard, InterleavedShard, Partial or RaggedShard",
+                        rule="a placement is Replicate, Shard, InterleavedShard, Partial, RaggedShard or "
+                        "StridedRaggedShard",
                         remedy=f"for example P({axis}=vs.Shard(0))",
                     )
                 )

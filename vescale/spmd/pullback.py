@@ -16,14 +16,15 @@ from torch import Tensor
 
 from .. import _tree
 from .._compat import base_tensor
-from .._errors import ArgumentError, explain
 from .boundary import Static, leave
+from .closure import Getter
+from .collective_ops import differentiable
 from .dtensor import DTensor, place
 from .layout import Layout
 from .placements import P, Partial
 from .program.ir import Graph, Ref, refs_of
-from .program.mapped import MappedTrace, Variant, compile_mapped
-from .program.program import Program
+from .program.mapped import MappedTrace, Variant
+from .program.program import Program, compile_mapped
 from .signature import Signature
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Pullback:
     """The traced function with its product: `forward` gives the results and the residuals."""
 
     traced: MappedTrace
+    hidden: tuple[Getter, ...]
     forward: Program
     backward: Program
     layouts: tuple[Layout | None, ...]  # of the leaves
@@ -47,13 +49,13 @@ class Pullback:
 
 @dataclass
 class Residuals:
-    """What the forward program left for the backward one, by hosted rank; None before it has run."""
+    """What the forward program left for the backward one, by hosted rank; None before it has run.
 
+    The pullback is that of the forward call: by the time of the backward a module may be in another mode.
+    """
+
+    pullback: Pullback
     values: list[list[Any]] | None = None
-
-
-def differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def cotangent_layout(layout: Layout) -> Layout:
@@ -98,17 +100,7 @@ def compile_pullback(
 def call(mapped: ShardMapped, signature: Signature, tensors: Sequence[Tensor]) -> Any:
     """The mapped function of tensors through which gradients flow."""
     pullback = mapped.pullback(signature)
-    for _, tensor in pullback.traced.first.graph.hidden:
-        if tensor.requires_grad:
-            raise ArgumentError(
-                explain(
-                    f"a closed-over tensor of shape {tuple(tensor.shape)} that requires grad",
-                    where=f"shard_map of {mapped.name}",
-                    rule="gradients flow to the arguments of a mapped function",
-                    remedy="pass it as an argument, or detach it",
-                )
-            )
-    results = list(_Forward.apply(mapped, signature, Residuals(), *tensors))
+    results = list(_Forward.apply(mapped, signature, Residuals(pullback), *tensors))
     leaves = [
         layout.value if isinstance(layout, Static) else results.pop(0) for layout in pullback.out_layouts
     ]
@@ -129,7 +121,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        pullback = ctx.mapped.pullback(ctx.signature)
+        pullback = ctx.residuals.pullback
         layouts = [layout for layout in pullback.out_layouts if isinstance(layout, Layout)]
         given = []
         places = [index for index, layout in enumerate(pullback.out_layouts) if isinstance(layout, Layout)]
@@ -146,7 +138,7 @@ class _Forward(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(mapped: ShardMapped, signature: Signature, residuals: Residuals, *tensors: Tensor) -> Any:
-        pullback = mapped.pullback(signature)
+        pullback = residuals.pullback
         count = len(signature.tensors())
         arguments, cotangents = tensors[:count], tensors[count:]
         if residuals.values is None:
@@ -178,7 +170,7 @@ class _Backward(torch.autograd.Function):
             _as(cotangent, cotangent_layout(layout), product)
             for layout, cotangent in zip(pullback.out_layouts, cotangents, strict=True)
         ]
-        gradients = _Backward.apply(product, signature, Residuals(), *ctx.saved_tensors, *given)
+        gradients = _Backward.apply(product, signature, Residuals(pullback), *ctx.saved_tensors, *given)
         filled: list[Any] = [None] * len(ctx.saved_tensors)
         for index, gradient in zip(pullback.inputs, gradients, strict=True):
             filled[index] = gradient
@@ -189,7 +181,7 @@ def run_forward(
     mapped: ShardMapped, signature: Signature, residuals: Residuals, tensors: Sequence[Tensor]
 ) -> list[Any]:
     """Run the forward program; the residuals are filled in."""
-    pullback = mapped.pullback(signature)
+    pullback = residuals.pullback
     leaves = list(signature.leaves)
     for index, tensor in zip(signature.tensors(), tensors, strict=True):
         leaves[index] = tensor

@@ -25,6 +25,9 @@ def all_gather_ragged(
 ) -> tuple[Tensor, Tensor]:
     """all_gather_ragged: V -> V. The first `count` rows of each member, one after the other.
 
+        ab | c. | ..   ->   abc... | abc... | abc...      with counts 2, 1, 0
+        = [cat([part[:count] for part, count in zip(parts, counts)])] * n, padded to `capacity`
+
     (x: T[rows, ...], count: 0-d int) -> (T[capacity, ...], counts: int64[members]). `capacity` is by
     default the sum of all members' rows. Gradient: psum_scatter_ragged, zero beyond `count`.
     """
@@ -44,6 +47,10 @@ def all_to_all_ragged(
 ) -> tuple[Tensor, Tensor]:
     """all_to_all_ragged: V -> V. Rows of x sorted by destination: the first send_counts[0] go to member 0.
 
+        abc | de. | f..   ->   ad....... | be....... | cf.......
+                               with send_counts (1, 1, 1) | (1, 1, 0) | (0, 0, 1)
+        = [cat([part.split(counts)[i] for part, counts in zip(parts, send_counts)]) for i in range(n)], padded
+
     (x: T[rows, ...], send_counts: int[members]) -> (T[capacity, ...], received: int64[members]): what
     arrives, in the order of senders. At most `pair_capacity` rows go from one member to one other (by
     default all of its rows may), and at most `capacity` arrive at one (by default all may): bytes are
@@ -62,13 +69,16 @@ def all_to_all_ragged(
 def psum_scatter_ragged(x: Tensor, counts: Tensor, axis: Axis, *, capacity: int | None = None) -> Tensor:
     """psum_scatter_ragged: V -> V. The sum over the axis, of which member i keeps counts[i] rows, in order.
 
+        abc | def | ghi   ->   a+d+g, b+e+h, . | . . . | c+f+i, . .      with counts (2, 0, 1)
+        = sum(parts).split(counts), each padded to `capacity`
+
     (x: T[rows, ...], counts: int[members], the same on all members) -> T[capacity, ...]. `capacity` is by
     default the number of rows. Gradient: all_gather_ragged.
     """
     rows = _most_rows(x, axis, "psum_scatter_ragged") if capacity is None else capacity
     counts = counts.to(torch.int64)
     result = psum_scatter(_spread(x, counts, rows), axis)
-    mine = counts[axis_index(axis)]
+    mine = counts.gather(0, axis_index(axis).reshape(1)).reshape(())  # indexing would ask for the value
     return _poison(result, mine > rows)
 
 

@@ -1,7 +1,7 @@
 """How to get from one layout to another: `plan(src, dst)`, a pure function of the two layouts.
 
-A plan is a tuple of frozen `Step`s, nearly always one. It does not know tensors, ranks or devices, so
-it can be printed, compared and tested without any.
+A plan is a tuple of frozen `Step`s, nearly always one, that adds up its bytes. It does not know tensors,
+ranks or devices, so it can be printed, compared and tested without any.
 
 What makes a step legal is its *base*. Forgetting the splits over some axes of a layout gives, where it
 can be said, a coarser layout: what the ranks of those axes hold together. If both layouts have the same base
@@ -16,12 +16,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
+from itertools import accumulate, chain, combinations
 
 from .._errors import LayoutError, explain
 from .layout import Digit, Layout
-from .mesh import group_ranks
-from .placements import P, Partial, Placement, RaggedShard, Replicate
+from .mesh import group_index
+from .placements import P, Partial, Placement, RaggedShard, Replicate, Shard
 from .regions import common_size, region
 
 COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
@@ -34,7 +34,8 @@ class Step:
 
     all_gather      ranks of the group put their pieces together; each holds all of them
     all_to_all      each rank gets what it lacks from the ranks of the group that have it
-    reduce_scatter  contributions are summed, each rank keeps its piece of the sum
+    reduce_scatter  contributions are summed, each rank keeps its piece of the sum; over axes without a
+                    pending reduction too, it gets its piece of a contribution from those who have it
     all_reduce      contributions are summed, each rank keeps the sum
     slice           each rank keeps a part of what it has
     view            the same elements in another local shape
@@ -58,41 +59,50 @@ class Step:
         return math.prod(self.src.mesh.axis_size(axis) for axis in self.axes)
 
     @property
-    def ops(self) -> tuple[str, ...]:
-        """The pending reductions that this step makes or completes, one for each of `axes`."""
+    def reductions(self) -> tuple[tuple[str, str], ...]:
+        """The pending reductions that this step makes or completes, (axis, op)."""
         partials = self.dst.partials if self.kind == "to_partial" else self.src.partials
-        return tuple(partials[axis] for axis in self.axes if axis in partials)
+        return tuple((axis, partials[axis]) for axis in self.axes if axis in partials)
+
+    @property
+    def contributions(self) -> int:
+        """How many contributions the step puts together to each element."""
+        return math.prod(self.src.mesh.axis_size(axis) for axis, _ in self.reductions)
 
     def bytes_moved(self, rank: int, itemsize: int) -> int:
         """Bytes that `rank` receives from others.
 
-        An all_reduce counts as the reduce-scatter and the gather of which it is made.
+        An all_reduce counts as the reduce-scatter and the gather of which it is made; a small ordered one
+        receives more in fewer messages, see `redistribute.GATHER_BYTES`.
         """
         if not self.is_collective:
             return 0
         held = math.prod(self.dst.local_shape(rank))
         others = self.group_size - 1
-        if self.kind == "reduce_scatter":
+        if self.kind == "reduce_scatter" and self.contributions == self.group_size:
             return others * held * itemsize
         if self.kind == "all_reduce":
-            index = group_ranks(self.src.mesh, self.axes, rank).index(rank)
+            index = group_index(self.src.mesh, self.axes, rank)
             start, stop = chunk(held, self.group_size, index)
             return (others * (stop - start) + held - (stop - start)) * itemsize
-        return (held - common_size(region(self.src, rank), region(self.dst, rank))) * itemsize
+        wanted = held * (self.contributions if self.kind == "reduce_scatter" else 1)
+        return (wanted - common_size(region(self.src, rank), region(self.dst, rank))) * itemsize
 
     @property
     def traffic(self) -> int:
         """Elements that all ranks together receive: what plans are compared by.
 
         One rank can't speak for the others. Who keeps nearly all of a ragged tensor receives more in a
-        reduce-scatter than in an all-reduce, which costs all of them together twice as much. In an
-        all_to_all what stays where it is is estimated, on a large mesh, from 64 ranks.
+        reduce-scatter than in an all-reduce, which costs all of them together twice as much. What stays
+        where it is in an exchange is estimated, on a large mesh, from 64 ranks.
         """
         if not self.is_collective:
             return 0
         others, held = self.group_size - 1, _held(self.dst)
         if self.kind == "reduce_scatter":
-            return others * held
+            if self.contributions == self.group_size:
+                return others * held
+            held *= self.contributions
         if self.kind == "all_reduce":
             return 2 * others * held // self.group_size
         if self.kind == "all_gather":
@@ -106,13 +116,28 @@ class Step:
         return f"Step({self.kind}{over}: {self.src.spec} -> {self.dst.spec})"
 
 
+class Route(tuple[Step, ...]):
+    """The steps of a redistribution in order: what `plan` returns."""
+
+    __slots__ = ()
+
+    def bytes_moved(self, rank: int, itemsize: int = 1) -> int:
+        """Bytes that `rank` receives from others in all steps, for elements of `itemsize` bytes."""
+        return sum(step.bytes_moved(rank, itemsize) for step in self)
+
+    @property
+    def collectives(self) -> tuple[Step, ...]:
+        """The steps in which ranks exchange anything."""
+        return _collectives(self)
+
+
 @lru_cache(maxsize=65536)
-def plan(src: Layout, dst: Layout) -> tuple[Step, ...]:
+def plan(src: Layout, dst: Layout) -> Route:
     """The steps that turn `src` into `dst` without changing the global value.
 
     Without pending reductions it is at most one step, and each rank receives exactly the elements
     that it lacks. A Partial becomes a split by one reduce-scatter, or Replicate by one all-reduce over all
-    its axes; splits over other axes change before or after it, whichever moves less.
+    its axes; splits over other axes change before, after or together with it, whichever moves least.
 
     Raises LayoutError when the two differ in mesh or shape.
 
@@ -122,7 +147,7 @@ def plan(src: Layout, dst: Layout) -> tuple[Step, ...]:
     >>> rows, columns = Layout(mesh, P(dp=Shard(0)), (4, 4)), Layout(mesh, P(dp=Shard(1)), (4, 4))
     >>> plan(rows, columns)
     (Step(all_to_all over dp: P(dp=Shard(0)) -> P(dp=Shard(1))),)
-    >>> plan(rows, columns)[0].bytes_moved(0, itemsize=4)
+    >>> plan(rows, columns).bytes_moved(0, itemsize=4)
     16
     >>> plan(Layout(mesh, P(dp=Partial(), tp=Shard(1)), (4, 4)), Layout(mesh, P(dp=Shard(0)), (4, 4)))
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -148,7 +173,7 @@ def plan(src: Layout, dst: Layout) -> tuple[Step, ...]:
     steps = _reduce(src, full, reduced) if reduced else _exchange(src, full)
     if made:
         steps += (_step("to_partial", tuple(made), full, dst),)
-    return steps
+    return Route(steps)
 
 
 def chunk(size: int, count: int, index: int) -> tuple[int, int]:
@@ -187,7 +212,22 @@ def _reduce(src: Layout, dst: Layout, reduced: dict[str, str]) -> tuple[Step, ..
             + _finish(_with_partials(into, kept | left), into, tuple(left))
             + _exchange(into, dst)
         )
-    return min(candidates, key=lambda steps: (sum(s.traffic for s in steps), len(steps)))
+    candidates += _reduce_at_once(src, dst, reduced)
+    return min(candidates, key=lambda steps: (sum(s.traffic for s in steps), len(_collectives(steps))))
+
+
+def _collectives(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    return tuple(step for step in steps if step.is_collective)
+
+
+def _reduce_at_once(src: Layout, dst: Layout, reduced: dict[str, str]) -> list[tuple[Step, ...]]:
+    """All in one exchange: each rank gets every contribution to its elements, and adds them up."""
+    if all(src.mesh.axis_size(axis) == 1 for axis in reduced):
+        return []
+    kept = {axis: op for axis, op in src.partials.items() if axis not in reduced}
+    bare = _with_partials(src, kept)
+    axes = _meeting_axes(bare, dst)
+    return [(_step("reduce_scatter", (*axes, *reduced), src, dst),)]
 
 
 def _finish(src: Layout, dst: Layout, axes: tuple[str, ...]) -> tuple[Step, ...]:
@@ -205,13 +245,56 @@ def _exchange(src: Layout, dst: Layout) -> tuple[Step, ...]:
     """Between layouts with the same pending reductions: at most one step."""
     if src is dst:
         return ()
-    # Only axes that src splits have anything to give: their replicas over other axes have it too.
-    axes = next(axes for axes in _axis_sets(src, dst) if _same_base(src, dst, axes))
-    axes = tuple(axis for axis in axes if axis in _split_axes(src))
+    axes = _meeting_axes(src, dst)
     step = _step("all_gather" if base(src, axes) is dst else "all_to_all", axes, src, dst)
-    if step.is_collective and all(not step.bytes_moved(rank, 1) for rank in range(src.mesh.size)):
+    if step.is_collective and _nothing_moves(step):
         step = _step("view", (), src, dst)
     return (step,)
+
+
+def _meeting_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
+    """The axes over which each rank finds all that it needs.
+
+    Only axes that src splits have anything to give: their replicas over other axes have it too.
+    """
+    axes = next(axes for axes in _axis_sets(src, dst) if _same_base(src, dst, axes))
+    return tuple(axis for axis in axes if axis in _split_axes(src))
+
+
+def _nothing_moves(step: Step) -> bool:
+    """Whether every rank has all that it needs; one that lacks something is nearly always found at once."""
+    src, dst, last = step.src, step.dst, step.src.mesh.size - 1
+    axis = next((side.ragged[0] for side in (src, dst) if side.ragged is not None), None)
+    if axis is not None and _cuts(src, axis) == _cuts(dst, axis) is not None:
+        return True
+    turns = (rank for side in (src, dst) for rank in _turns(side))
+    return not any(step.bytes_moved(rank, 1) for rank in chain((0, last), turns, range(1, last)))
+
+
+def _turns(layout: Layout) -> Iterator[int]:
+    """Ranks where the ragged cut goes over to another number of units: near them two cuts differ first."""
+    if layout.ragged is not None:
+        axis, ragged = layout.ragged
+        apart = math.prod(layout.mesh.shape[layout.mesh.axis_names.index(axis) + 1 :])
+        for before in accumulate((count for _, count in ragged.runs[:-1])):
+            yield from ((before - 1) * apart, before * apart)
+
+
+def _cuts(layout: Layout, axis: str) -> tuple[Layout, tuple[tuple[int, int], ...]] | None:
+    """The innermost cut over `axis` as runs of units of all elements, and the layout that it cuts.
+
+    Two layouts for which this is the same hold the same elements, whatever the cut is called: Shard(0), or a
+    RaggedShard with any dims. None where the cut isn't of that kind.
+    """
+    below = base(layout, (axis,))
+    if below is None or below.ragged is not None or not math.prod(below.shape):
+        return None
+    if layout.ragged is not None:
+        return (below, layout.ragged[1].runs) if layout.ragged[0] == axis else None
+    last = [a for a, p in layout.spec.items() if getattr(p, "dim", None) == 0][-1:]
+    if last != [axis] or layout.placement(axis) != Shard(0):
+        return None
+    return below, RaggedShard.chunks(below.piece_shape(0)[0], layout.mesh.axis_size(axis)).runs
 
 
 def _axis_sets(src: Layout, dst: Layout) -> Iterator[tuple[str, ...]]:

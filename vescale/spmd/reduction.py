@@ -15,7 +15,7 @@ processes give the same bits, and so does any way of cutting the tensor: each el
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -56,21 +56,34 @@ class Reduction:
         """The average from a sum that is ours to overwrite; other reductions are done already."""
         if self.divisor == 1:
             return total
-        if not (total.is_floating_point() or total.is_complex()):
-            raise ArgumentError(
-                explain(
-                    f"the average of {total.dtype} contributions",
-                    where="redistribute",
-                    rule="an average of whole numbers need not be one",
-                    remedy='use Partial("sum"), or a floating dtype',
-                )
-            )
+        check_dtype(("avg",), total.dtype)
         return total.div_(self.divisor)
 
     def _level(self, values: Sequence[Tensor], in_place: bool = False) -> list[Tensor]:
         pairs = zip(values[::2], values[1::2])  # an odd last one is left over
         level = [self.combine(a, b, out=a) if in_place else self.combine(a, b) for a, b in pairs]
         return level + list(values[len(level) * 2 :])
+
+
+def check_dtype(ops: Iterable[str], dtype: torch.dtype) -> None:
+    """Raise ArgumentError where contributions of `dtype` can't be reduced so."""
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    for op in ops:
+        if op == "avg" and exact:
+            found, rule = (
+                f"the average of {dtype} contributions",
+                "an average of whole numbers need not be one",
+            )
+            remedy = 'use Partial("sum"), or a floating dtype'
+        elif op in ("max", "min") and dtype.is_complex:
+            found, rule = f"the {op} of {dtype} contributions", "complex numbers have no order"
+            remedy = 'use Partial("sum")'
+        elif dtype.is_floating_point and dtype.itemsize == 1:
+            found, rule = f"the {op} of {dtype} contributions", "torch does no arithmetic on 8-bit floats"
+            remedy = "cast to a wider dtype first"
+        else:
+            continue
+        raise ArgumentError(explain(found, where="redistribute", rule=rule, remedy=remedy))
 
 
 def neutral(dtype: torch.dtype) -> complex:

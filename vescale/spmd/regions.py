@@ -84,7 +84,7 @@ def common_size(a: Region, b: Region) -> int:
     low, high = max(a.low, b.low), min(a.high, b.high)
     if low >= high or not math.prod(_sizes(sets)):
         return 0
-    return _count_below(sets, a.shape, high) - _count_below(sets, a.shape, low)
+    return count_below(sets, a.shape, high) - count_below(sets, a.shape, low)
 
 
 @lru_cache(maxsize=65536)
@@ -102,7 +102,7 @@ def overlap(src: Region, dst: Region) -> tuple[Block, ...]:
     low, high = max(src.low, dst.low), min(src.high, dst.high)
     if low >= high or not math.prod(sizes):
         return ()
-    first, last = _count_below(sets, src.shape, low), _count_below(sets, src.shape, high)
+    first, last = count_below(sets, src.shape, low), count_below(sets, src.shape, high)
     if first >= last:
         return ()
     src_strides, dst_strides = strides(_sizes(src.sets)), strides(_sizes(dst.sets))
@@ -258,8 +258,8 @@ def _flat_of(sets: Sets, shape: tuple[int, ...], position: int) -> int:
     return flat
 
 
-def _count_below(sets: Sets, shape: tuple[int, ...], flat: int) -> int:
-    """How many elements of the product have a global flat index below `flat`."""
+def count_below(sets: Sets, shape: tuple[int, ...], flat: int) -> int:
+    """How many elements of the product of index sets have a global flat index below `flat`."""
     sizes = _sizes(sets)
     total = 0
     for dim, (intervals, stride) in enumerate(zip(sets, strides(shape))):

@@ -17,20 +17,23 @@ import torch
 from torch import Tensor
 
 from .. import _tree
-from .._compat import base_tensor
+from .._compat import base_tensor, inside_functorch
 from .._errors import ArgumentError, LayoutError, ShardingError, VescaleError, explain
 from .agree import digest
 from .boundary import Static, enter, leave
+from .closure import Getter, Guard, getters
 from .collective_ops import pvary
 from .dtensor import DTensor
 from .layout import Layout
+from .mapped_call import call_in_trace, handle_of
 from .mesh import Mesh
 from .placements import P, RaggedShard, Replicate
 from .program.agreement import Record, agree, checksums
 from .program.cache import CacheInfo, ProgramCache
 from .program.ir import Ref, TensorMeta
-from .program.mapped import MappedTrace, collectives_of, compile_mapped, rank_at, trace_mapped
-from .program.program import Collectives, Program
+from .program.mapped import MappedTrace, rank_at, trace_mapped
+from .program.program import Collectives, Program, collectives_of, compile_mapped
+from .program.trace import current_trace
 from .pullback import Pullback, call, compile_pullback, cotangent_layout, differentiable
 from .signature import PARTS, Arguments, Signature
 from .varying import current_map
@@ -47,6 +50,7 @@ def shard_map(
     out_specs: Any = _UNSAID,
     axis_names: Sequence[str] | None = None,
     check: bool = True,
+    redistribute: bool = False,
 ) -> Any:
     """Map `fn` over the shards of its arguments: every rank of `mesh` runs it on its own part.
 
@@ -66,6 +70,7 @@ def shard_map(
     are full sums, equal on all ranks (see `varying`). Gradients flow through from outside too.
 
     `axis_names`: the axes that are mapped (all, by default); values are whole over the others.
+    `redistribute`: move DTensors to the layouts of their specs; otherwise one in another layout is an error.
 
     Raises, before any communication: ArgumentError when a spec does not fit its tree, or a dim does not
     divide into a ragged spec; ShardingError when a result varies over an axis that its spec leaves
@@ -83,9 +88,15 @@ def shard_map(
     """
     if fn is None:
         return lambda function: shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check=check
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check=check,
+            redistribute=redistribute,
         )
-    return ShardMapped(fn, mesh, in_specs, out_specs, axis_names, check)
+    return ShardMapped(fn, mesh, in_specs, out_specs, axis_names, check, redistribute)
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,7 @@ class Entry:
     """What is kept for a signature: the trace, its program, and how to cross the boundary."""
 
     traced: MappedTrace
+    hidden: tuple[Getter, ...]
     program: Program
     layouts: tuple[Layout | None, ...]
     out_spec: _tree.TreeSpec
@@ -111,6 +123,7 @@ class ShardMapped:
         out_specs: Any,
         axis_names: Sequence[str] | None,
         check: bool,
+        redistribute: bool = False,
     ) -> None:
         if not callable(fn):
             raise ArgumentError(
@@ -120,7 +133,7 @@ class ShardMapped:
                     remedy="pass the function to map",
                 )
             )
-        self._fn, self.mesh, self._check = fn, mesh, check
+        self._fn, self.mesh, self._check, self._redistribute = fn, mesh, check, redistribute
         self.name = getattr(fn, "__qualname__", type(fn).__name__)
         self._axes = tuple(mesh.axis_names if axis_names is None else axis_names)
         for axis in self._axes:
@@ -130,19 +143,30 @@ class ShardMapped:
         self._in_specs = self._from_hints(hints) if in_specs is _UNSAID else in_specs
         self._out_specs = self._out_hint(hints) if out_specs is _UNSAID else out_specs
         self._check_specs()
-        self._cache = ProgramCache[Entry](PARTS)
-        self._pullbacks = ProgramCache[Pullback](PARTS)
-        self._products = ProgramCache[ShardMapped](PARTS)
+        parts = (*PARTS, "modules")
+        self._cache = ProgramCache[Entry](parts)
+        self._pullbacks = ProgramCache[Pullback](parts)
+        self._products = ProgramCache[ShardMapped](parts)
+        self._traces = ProgramCache[Traced](parts)
+        self._handles = ProgramCache[tuple[int]](parts)
+        self._guards: dict[tuple[Any, ...], Guard] = {}
         self._calls = 0
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         signature = self._arguments.bind(args, kwargs)
-        tensors = [signature.leaves[index] for index in signature.tensors()]
-        wrapped = [base_tensor(tensor) for tensor in tensors]
-        if any(base is not tensor for base, tensor in zip(wrapped, tensors, strict=True)):
+        if self._redistribute:
+            signature = self._moved(signature)
+        tensors = [leaf for leaf in signature.leaves if isinstance(leaf, Tensor)]
+        below = False
+        if inside_functorch():
             # Under torch.func: what the arguments are is below its wrappers.
-            signature = self._arguments.with_tensors(signature, wrapped)
+            wrapped = [base_tensor(tensor) for tensor in tensors]
+            below = any(base is not tensor for base, tensor in zip(wrapped, tensors, strict=True))
+            signature = self._arguments.with_tensors(signature, wrapped) if below else signature
+        if current_trace() is not None:
+            return call_in_trace(self, signature, tensors)
+        if below:
             return call(self, signature, tensors)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return call(self, signature, tensors)
@@ -152,7 +176,7 @@ class ShardMapped:
 
     def collectives(self, *args: Any, **kwargs: Any) -> Collectives:
         """The collectives that a call with arguments like these makes, as a table; nothing runs."""
-        return collectives_of(self._trace(self._arguments.bind(args, kwargs)).traced)
+        return collectives_of(self.trace(self._arguments.bind(args, kwargs)).traced)
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses, and for each miss which part of the signature was new."""
@@ -209,33 +233,52 @@ class ShardMapped:
                             )
                         )
 
+    def _argument_specs(self, signature: Signature) -> dict[str, Any]:
+        """The spec of each argument by name; a tuple of specs is bound as a tuple of arguments would be."""
+        specs = self._in_specs
+        if isinstance(specs, dict) and set(specs) == set(self._arguments.names):
+            return specs
+        if isinstance(specs, P):
+            return dict.fromkeys(signature.names, specs)
+        try:
+            found = dict(self._arguments.parameters.bind_partial(*specs).arguments)
+        except TypeError:
+            found = {}
+        if set(signature.names) - set(found):
+            raise ArgumentError(
+                explain(
+                    f"{len(specs)} in_specs for the arguments {', '.join(signature.names)}",
+                    where=f"shard_map of {self.name}",
+                    rule="there is one entry an argument",
+                    remedy="vs.P() for an argument that is whole on every rank; arguments that are "
+                    "passed by keyword only have theirs in a dict by name",
+                )
+            )
+        return found
+
     def _leaf_specs(self, signature: Signature) -> list[P]:
         """One spec a leaf."""
-        if isinstance(self._in_specs, dict) and set(self._in_specs) == set(self._arguments.names):
-            specs = tuple(self._in_specs[name] for name in signature.names)
-        else:
-            specs = (
-                tuple(self._in_specs)
-                if isinstance(self._in_specs, (tuple, list))
-                else (self._in_specs,) * len(signature.names)
-            )
-            if len(specs) != len(signature.names):
-                raise ArgumentError(
-                    explain(
-                        f"{len(specs)} in_specs for the arguments {', '.join(signature.names)}",
-                        where=f"shard_map of {self.name}",
-                        rule="there is one entry an argument",
-                        remedy="vs.P() for an argument that is whole on every rank",
-                    )
-                )
+        specs = self._argument_specs(signature)
         args = _tree.unflatten(signature.spec, signature.leaves)
         return [
             spec
-            for name, one, arg in zip(signature.names, specs, args, strict=True)
+            for name, arg in zip(signature.names, args, strict=True)
             for spec in _tree.broadcast_prefix(
-                one, arg, _is_spec, where=f"in_specs of {name!r}, shard_map of {self.name}"
+                specs[name], arg, _is_spec, where=f"in_specs of {name!r}, shard_map of {self.name}"
             )
         ]
+
+    def _moved(self, signature: Signature) -> Signature:
+        """The same call with DTensors in the layouts of their specs."""
+        specs = self._leaf_specs(signature)
+        tensors = []
+        for index in signature.tensors():
+            tensor, base = signature.leaves[index], base_tensor(signature.leaves[index])
+            if isinstance(base, DTensor) and base.mesh is self.mesh:
+                layout = Layout(self.mesh.abstract, specs[index], tuple(base.shape))
+                tensor = tensor if base.layout is layout else DTensor.redistribute(tensor, layout.spec)
+            tensors.append(tensor)
+        return self._arguments.with_tensors(signature, tensors)
 
     def _layouts(self, signature: Signature, paths: Sequence[str]) -> list[Layout | None]:
         layouts: list[Layout | None] = []
@@ -273,29 +316,61 @@ class ShardMapped:
                 f"{path} has the layout {leaf.layout.spec}",
                 where=f"shard_map of {self.name}",
                 rule=f"its spec says {layout.spec}",
-                remedy=f"call {path.split('.')[0]}.redistribute(vs.{layout.spec!r}) first",
+                remedy=f"call {path.split('.')[0]}.redistribute(vs.{layout.spec!r}) first, "
+                "or pass redistribute=True to shard_map",
             )
         )
+
+    # What the function closes over.
+
+    def _key(self, signature: Signature) -> tuple[Any, ...]:
+        """The signature, and the training flags and attributes of the modules that ran."""
+        guard = self._guards.get(signature.key) if self._guards else None
+        return (*signature.key, guard.state() if guard is not None else ())
+
+    def _hidden(self, traced: MappedTrace) -> tuple[Getter, ...]:
+        """Where to read what the function closes over."""
+        tensors = [tensor for _, tensor in traced.first.graph.hidden]
+        for tensor in tensors:
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise ArgumentError(
+                    explain(
+                        f"a closed-over tensor of shape {tuple(tensor.shape)} that requires grad",
+                        where=f"shard_map of {self.name}",
+                        rule="gradients flow to the arguments of a mapped function",
+                        remedy="pass it as an argument, detach it, or call under torch.no_grad()",
+                    )
+                )
+        return getters(self._fn, _modules(traced), tensors)
 
     # Tracing.
 
     def _entry(self, signature: Signature) -> Entry:
-        entry = self._cache.get(signature.key)
+        entry = self._cache.get(self._key(signature))
         if entry is None:
-            made = self._trace(signature)
+            made = self.trace(signature)
             self._agree(signature, made)
             entry = Entry(
                 made.traced,
+                self._hidden(made.traced),
                 compile_mapped(made.traced, self.mesh),
                 made.layouts,
                 made.out_spec,
                 made.out_layouts,
                 made.paths,
             )
-            self._cache.put(signature.key, entry)
+            self._cache.put(self._key(signature), entry)
         return entry
 
-    def _trace(self, signature: Signature) -> _Traced:
+    def trace(self, signature: Signature) -> Traced:
+        """The traced function for arguments of this signature."""
+        made = self._traces.get(self._key(signature))
+        if made is None:
+            made = self._trace(signature)
+            self._traces.put(self._key(signature), made)
+        return made
+
+    def _trace(self, signature: Signature) -> Traced:
         paths = tuple(signature.paths())
         layouts = self._layouts(signature, paths)
         tensors = signature.tensors()
@@ -313,7 +388,13 @@ class ShardMapped:
             flat, self.mesh.abstract, self._axes, known, metas, varying, [paths[index] for index in tensors]
         )
         (spec,) = out_spec
-        return _Traced(traced, tuple(layouts), spec, self._out_layouts(traced, spec), paths)
+        if len(self._guards) > 256:
+            self._guards.clear()
+        # Watched together with what other traces of the same arguments ran: train and eval take turns.
+        modules = _modules(traced)
+        if modules:
+            self._guards.setdefault(signature.key, Guard()).watch(modules)
+        return Traced(traced, tuple(layouts), spec, self._out_layouts(traced, spec), paths)
 
     def _out_layouts(self, traced: MappedTrace, spec: _tree.TreeSpec) -> tuple[Layout | Static, ...]:
         """The layout of each result; errors for those that their spec does not fit, all of them."""
@@ -376,7 +457,7 @@ class ShardMapped:
                 )
         return layout
 
-    def _agree(self, signature: Signature, made: _Traced) -> None:
+    def _agree(self, signature: Signature, made: Traced) -> None:
         if self.mesh.is_simulated:
             return
         leaves = dict(zip(made.paths, signature.leaves, strict=True))
@@ -400,13 +481,12 @@ class ShardMapped:
     def run(self, entry: Entry | Pullback, program: Program, leaves: Sequence[Any]) -> list[list[Any]]:
         """Run one of the entry's programs on global arguments: the local results of each hosted rank."""
         self._calls += 1
-        hidden = [tensor for _, tensor in entry.traced.first.graph.hidden]
         return program(
             enter(
                 self.mesh,
                 leaves,
                 entry.layouts,
-                hidden,
+                [place() for place in entry.hidden],
                 lambda index, leaf, layout: self._mismatch(entry.paths[index], leaf, layout),
             )
         )
@@ -415,15 +495,14 @@ class ShardMapped:
 
     def pullback(self, signature: Signature) -> Pullback:
         """The function and its vector-Jacobian product, for a signature."""
-        found = self._pullbacks.get(signature.key)
+        found = self._pullbacks.get(self._key(signature))
         if found is None:
             found = self._trace_pullback(signature)
-            self._pullbacks.put(signature.key, found)
+            self._pullbacks.put(self._key(signature), found)
         return found
 
-    def _trace_pullback(self, signature: Signature) -> Pullback:
-        made = self._trace(signature)
-        self._agree(signature, made)
+    def _differentiated(self, signature: Signature, made: Traced) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Which of the tensor arguments have a gradient, and which of the results do."""
         tensors = signature.tensors()
         leaves = [signature.leaves[index] for index in tensors]
         known = [layout for layout in made.layouts if layout is not None]
@@ -445,6 +524,15 @@ class ShardMapped:
             for index, (output, layout) in enumerate(zip(first.outputs, made.out_layouts, strict=True))
             if isinstance(layout, Layout) and first.metas[output.id].dtype.is_floating_point
         )
+        return inputs, results
+
+    def _trace_pullback(self, signature: Signature) -> Pullback:
+        made = self.trace(signature)
+        self._agree(signature, made)
+        inputs, results = self._differentiated(signature, made)
+        tensors, first = signature.tensors(), made.traced.first.graph
+        leaves = [signature.leaves[index] for index in tensors]
+        known = [layout for layout in made.layouts if layout is not None]
         out_layouts = [made.out_layouts[index] for index in results]
         cotangents = [cotangent_layout(layout) for layout in out_layouts if isinstance(layout, Layout)]
 
@@ -461,6 +549,7 @@ class ShardMapped:
         forward, backward = compile_pullback(self, traced, len(tensors), len(first.outputs))
         return Pullback(
             traced,
+            self._hidden(traced),
             forward,
             backward,
             made.layouts,
@@ -502,35 +591,50 @@ class ShardMapped:
 
     def product(self, signature: Signature, tensors: Sequence[Tensor]) -> tuple[ShardMapped, Signature]:
         """The vector-Jacobian product as a mapped function of arguments and cotangents, and its signature."""
-        pullback = self.pullback(signature)
-        known = [layout for layout in pullback.layouts if layout is not None]
-        out_layouts = [pullback.out_layouts[index] for index in pullback.results]
+        made = self.trace(signature)
+        inputs, results = self._differentiated(signature, made)
+        known = [layout for layout in made.layouts if layout is not None]
+        out_layouts = [made.out_layouts[index] for index in results]
         cotangents = [cotangent_layout(layout) for layout in out_layouts if isinstance(layout, Layout)]
         count = len(known)
 
         def gradients(*values: Tensor) -> tuple[Tensor, ...]:
-            made = self._product(
-                signature, values[:count], values[count:], pullback.inputs, pullback.results, out_layouts
-            )
-            return tuple(made[len(pullback.out_layouts) :])
+            both = self._product(signature, values[:count], values[count:], inputs, results, out_layouts)
+            return tuple(both[len(made.out_layouts) :])
 
-        found = self._products.get(signature.key)
+        found = self._products.get(self._key(signature))
         if found is None:
             found = ShardMapped(
                 gradients,
                 self.mesh,
-                (tuple(layout.spec for layout in (*known, *cotangents)),),
-                tuple(known[index].spec for index in pullback.inputs),
+                tuple(layout.spec for layout in (*known, *cotangents)),
+                tuple(known[index].spec for index in inputs),
                 self._axes,
                 check=False,
             )
             found.name = f"gradient of {self.name}"
-            self._products.put(signature.key, found)
+            self._products.put(self._key(signature), found)
         return found, found._arguments.bind(tuple(base_tensor(tensor) for tensor in tensors), {})
+
+    # Inside a traced function: see `mapped_call`.
+
+    def handle(self, signature: Signature) -> int:
+        """The handle of the node for arguments of this signature."""
+        found = self._handles.get(self._key(signature))
+        if found is None:
+            found = (handle_of(self, signature),)
+            self._handles.put(self._key(signature), found)
+        return found[0]
+
+    def differentiated(self, signature: Signature) -> tuple[int, ...]:
+        """Which of the tensor arguments have a gradient."""
+        return self._differentiated(signature, self.trace(signature))[0]
 
 
 @dataclass(frozen=True)
-class _Traced:
+class Traced:
+    """A traced mapped function, and how to cross its boundary."""
+
     traced: MappedTrace
     layouts: tuple[Layout | None, ...]
     out_spec: _tree.TreeSpec
@@ -540,6 +644,12 @@ class _Traced:
 
 def _is_spec(value: Any) -> bool:
     return isinstance(value, P)
+
+
+def _modules(traced: MappedTrace) -> list[torch.nn.Module]:
+    """All modules that any rank ran, and those below them."""
+    roots = dict.fromkeys(root for variant in traced.variants.values() for root in variant.modules)
+    return [module for root in roots for module in root.modules()]
 
 
 def _varying(layout: Layout) -> frozenset[str]:

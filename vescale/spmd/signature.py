@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import _tree
+from .._compat import default_device
 from .._errors import ArgumentError, explain
 from .dtensor import DTensor
 
@@ -112,7 +113,7 @@ def _mode() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
-        torch.get_default_device(),
+        default_device(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),

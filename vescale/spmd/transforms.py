@@ -113,8 +113,16 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
             result = fn(*filled, **kwargs)
             if tracing is not None:
                 tracing.region = "backward"
-            return result
+            if not has_aux:
+                return result
+            # torch.func takes tensors for aux; what else there is goes around it.
+            loss, extra = result
+            parts, aux_spec[0] = _tree.flatten(extra)
+            statics[:] = [None if isinstance(part, torch.Tensor) else part for part in parts]
+            return loss, [part for part in parts if isinstance(part, torch.Tensor)]
 
+        aux_spec: list[Any] = [None]
+        statics: list[Any] = []
         outer_region = tracing.region if tracing else ""
         if tracing is not None:
             leaves = [
@@ -135,6 +143,13 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
                 for gradient, mark in zip(gradients, marks, strict=True)
             ]
         gradient = _tree.unflatten(spec, gradients)
+        if has_aux:
+            loss, tensors = value
+            taken = iter(tensors)
+            value = (
+                loss,
+                _tree.unflatten(aux_spec[0], [next(taken) if part is None else part for part in statics]),
+            )
         return value, gradient[0] if isinstance(argnums, int) else gradient
 
     return transformed

@@ -44,14 +44,14 @@ def assembler(pieces: Sequence[tuple[int, Block]], shape: tuple[int, ...], *, ow
     """A function that puts a tensor of `shape` together from pieces of contiguous ones.
 
     `pieces` are (which of the tensors, block) and cover the result once. With `own=False` the result may
-    be one of the inputs, when that is what it would be a copy of.
+    be memory of one of the inputs, when that is what it would be a copy of.
     """
     numel = math.prod(shape)
     if not pieces:
         assert numel == 0, shape
         return lambda tensors: tensors[0].new_empty(shape)
     if not own and _in_order(pieces, numel):
-        return lambda tensors: tensors[pieces[0][0]].view(shape)
+        return lambda tensors: tensors[pieces[0][0]].view(-1)[:numel].view(shape)
     dim = _cat_dim(pieces, numel)
     if dim is not None and len(pieces) > 1:
         return lambda tensors: torch.cat([_at(tensors[i], b) for i, b in pieces], dim).view(shape)
@@ -74,34 +74,48 @@ def picker(blocks: Sequence[Block], shape: tuple[int, ...]) -> Callable[[Tensor]
     return lambda tensor: assemble((tensor,))
 
 
-def pack(blocks_for: Sequence[Sequence[Block]]) -> tuple[Assemble, list[int]]:
-    """The send buffer with the blocks for each receiver in turn, and how much each one gets."""
+def pack(blocks_for: Sequence[Sequence[Sequence[Block]]]) -> tuple[Assemble, list[int]]:
+    """One send buffer from several tensors, and how much of it each receiver gets.
+
+    `blocks_for[tensor][receiver]`; the buffer has, for each receiver in turn, its blocks of each tensor.
+    """
     pieces: list[tuple[int, Block]] = []
     splits: list[int] = []
     offset = 0
-    for blocks in blocks_for:
+    for parts in zip(*blocks_for, strict=True):
         start = offset
-        for b in blocks:
-            to = strides(b.sizes)
-            pieces.append((0, Block(b.sizes, b.src_offset, b.src_strides, offset, to)))
-            offset += b.numel
+        for which, blocks in enumerate(parts):
+            for b in blocks:
+                to = strides(b.sizes)
+                pieces.append((which, Block(b.sizes, b.src_offset, b.src_strides, offset, to)))
+                offset += b.numel
         splits.append(offset - start)
     return assembler(pieces, (offset,), own=False), splits
 
 
-def unpack(blocks_from: Sequence[Sequence[Block]], shape: tuple[int, ...]) -> tuple[Assemble, list[int]]:
-    """The inverse: the tensor made of a receive buffer, and how much comes from each sender."""
-    pieces: list[tuple[int, Block]] = []
+def unpack(
+    blocks_from: Sequence[Sequence[Sequence[Block]]], shapes: Sequence[tuple[int, ...]]
+) -> tuple[Callable[[Tensor], list[Tensor]], list[int]]:
+    """The inverse: the tensors made of one receive buffer, and how much comes from each sender.
+
+    Each of several tensors has memory of its own; one alone may be the buffer itself.
+    """
+    pieces: list[list[tuple[int, Block]]] = [[] for _ in blocks_from]
     splits: list[int] = []
     offset = 0
-    for blocks in blocks_from:
+    for parts in zip(*blocks_from, strict=True):
         start = offset
-        for b in blocks:
-            by = strides(b.sizes)
-            pieces.append((0, Block(b.sizes, offset, by, b.dst_offset, b.dst_strides)))
-            offset += b.numel
+        for which, blocks in enumerate(parts):
+            for b in blocks:
+                by = strides(b.sizes)
+                pieces[which].append((0, Block(b.sizes, offset, by, b.dst_offset, b.dst_strides)))
+                offset += b.numel
         splits.append(offset - start)
-    return assembler(pieces, shape, own=False), splits
+    own = len(pieces) > 1
+    make = [assembler(mine, shape, own=own) for mine, shape in zip(pieces, shapes, strict=True)]
+    if not own:
+        return (lambda buffer, only=make[0]: [only((buffer,))]), splits
+    return (lambda buffer: [assemble((buffer,)) for assemble in make]), splits
 
 
 def all_to_all(send: Tensor, in_splits: list[int], out_splits: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -149,7 +163,7 @@ def _at(tensor: Tensor, block: Block) -> Tensor:
 
 
 def _in_order(pieces: Sequence[tuple[int, Block]], numel: int) -> bool:
-    """Whether the pieces are one whole tensor, already in the order of the result."""
+    """Whether the pieces are the first elements of one tensor, already in the order of the result."""
     offset = 0
     for i, b in pieces:
         flat = strides(b.sizes)

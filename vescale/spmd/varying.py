@@ -26,6 +26,7 @@ from .._compat import OpOverload, base_tensor, inside_functorch
 from .._errors import ArgumentError, TraceError, VescaleError, explain
 from .collective_ops import OPS, pvary, varying_after
 from .layout import AbstractMesh
+from .program.trace import current_trace
 
 T = TypeVar("T")
 
@@ -104,8 +105,11 @@ class Mapped:
         return values[index]
 
     def meet(self, axes: Sequence[str], what: str, value: T) -> list[T]:
-        """`value` of each member of this rank's group over `axes`, row-major in the order named."""
-        values = self.lockstep.meet(self.place, what, value, self.line())
+        """`value` of each member of this rank's group over `axes`, row-major in the order named.
+
+        `what` says what all classes of ranks must have in common: the collective and its parameters.
+        """
+        values = self.lockstep.meet(self.place, f"{what} over {', '.join(axes)}", value, self.line())
         members: list[dict[str, int]] = [{}]
         for axis in axes:
             members = [
@@ -230,9 +234,9 @@ class Lockstep:
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """The results, in order; the first error, if one raises."""
-        if len(calls) == 1 and not inside_functorch():
+        if len(calls) == 1 and not inside_functorch() and current_trace() is None:
             return [calls[0]()]
-        # Transforms of torch.func that the caller is inside of don't reach another thread; autocast must.
+        # Transforms and traces that the caller is inside of don't reach another thread; autocast must.
         casts = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in ("cpu", "cuda")
@@ -300,7 +304,7 @@ class Lockstep:
                 "ranks that run different collectives: "
                 + "; ".join(f"{place}: {call}" for place, call in calls.items()),
                 rule="all ranks run the same collectives in the same order",
-                remedy="don't branch on local shapes around a collective",
+                remedy="don't branch on local shapes around a collective, nor choose its arguments by them",
             )
         )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..layout import AbstractMesh, Digit, Layout
 from ..placements import Partial, Placement, RaggedShard, Replicate, Shard
-from ..rules.notation import Dims, Pattern
+from ..rules.notation import Dim, Dims, Pattern
 
 State = Digit | Partial | Placement | None
 
@@ -73,23 +73,62 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Let a ragged cut through an elementwise op; operands of one element are whole."""
+    """Let a ragged cut through: `rows` are the factors that it cuts, flattened, outermost first.
+
+    Tensors that have them have them first, and are cut alike; operands without them are whole, results
+    without them Partial.
+    """
 
     ragged: RaggedShard
+    rows: Dim
 
     def operand(self, pattern: Pattern, index: int) -> State:
-        dims = pattern.operands[index]
-        if not any(dims):
-            return None
-        if len(dims) != len(pattern.results[0]) or not all(dims):
-            raise Impossible("a broadcast operand has other elements than the result")
-        return self.ragged
+        dims, like = pattern.operands[index], len(self.ragged.dims)
+        if pattern.pointwise:  # pieces (rows, *rest) are broadcast: all merge as many dims
+            like = max(self._merged(pattern.results[0], pattern.ragged, like), 1)
+            if like > 1 and dims and not self._cuts(dims) and len(dims) > len(pattern.results[0]) - like:
+                raise Impossible("this has dims in the place of the rows")
+        return self._state(dims, pattern.ragged, like)
 
     def result(self, pattern: Pattern, place: int) -> State:
-        return self.ragged
+        dims = pattern.results[place]
+        return self._state(dims, pattern.ragged, len(self.ragged.dims)) or Partial(pattern.reduction)
+
+    def has_results(self, pattern: Pattern) -> bool:
+        """Whether there is a state for every result."""
+        try:
+            for place in range(len(pattern.results)):
+                self.result(pattern, place)
+        except Impossible:
+            return False
+        return True
+
+    def _cuts(self, dims: Dims) -> bool:
+        return any(name in self.rows for dim in dims for name in dim)
+
+    def _state(self, dims: Dims, limit: int, like: int) -> RaggedShard | None:
+        if not self._cuts(dims):
+            return None
+        count = self._merged(dims, limit, like)
+        whole_on_one = not self.ragged.dims  # and so here too
+        return RaggedShard.from_runs(() if whole_on_one else tuple(range(count)), self.ragged.runs)
+
+    def _merged(self, dims: Dims, limit: int, like: int) -> int:
+        """How many leading dims are the rows: `like`, or about so many."""
+        counts = [n for n in range(1, min(limit, len(dims)) + 1) if leading(dims, n) == self.rows]
+        if not counts:
+            raise Impossible("these elements don't follow the rows that are cut")
+        return min(counts, key=lambda count: abs(count - like))
 
 
 Candidate = Whole | Factor | Pass | Cut
+
+
+def split_by(candidate: Candidate) -> Dim:
+    """The factors that the candidate splits."""
+    if isinstance(candidate, Factor):
+        return (candidate.name,)
+    return candidate.rows if isinstance(candidate, Cut) else ()
 
 
 def candidates(
@@ -120,8 +159,20 @@ def candidates(
         if isinstance(state, Partial) and state.op in ("sum", "avg"):
             for group in pattern.linear:
                 yield Pass(state, group)
-        elif isinstance(state, RaggedShard) and pattern.ragged:
-            yield Cut(state)
+    yield from dict.fromkeys(
+        Cut(state, rows)
+        for dims, found in zip(pattern.operands, states, strict=True)
+        for state in found
+        if isinstance(state, RaggedShard) and len(state.dims) <= pattern.ragged
+        if (rows := leading(dims, len(state.dims)))
+        and not pattern.whole.intersection(rows)
+        and Cut(state, rows).has_results(pattern)
+    )
+
+
+def leading(dims: Dims, count: int) -> Dim:
+    """The factors that a ragged cut over `count` dims cuts. Over none: the first dim's."""
+    return tuple(name for dim in dims[: max(count, 1)] for name in dim)
 
 
 def digit_of(factor: str, dims: Dims, pattern: Pattern) -> Digit | None:
@@ -220,7 +271,7 @@ def charge(state: State | Deferred, need: State, nbytes: float, size: int, pinne
         return (0.0 if state is None else gather), 1
     if state is None:
         if isinstance(need, Digit):
-            return gather, 2
+            return gather, 1
         return (0.0 if isinstance(need, Partial) and nbytes <= SMALL else REFUSED + nbytes), 1
     if state is ANY or isinstance(need, Partial):
         return REFUSED + nbytes, 1

@@ -36,12 +36,8 @@ class Exchange:
 Instruction = Call | Exchange
 
 
-def emit(partitioned: Partitioned, rank: int) -> tuple[Instruction, ...]:
-    """The instructions of `rank`."""
-    return tuple(_emit(step, partitioned, rank) for step in partitioned.steps)
-
-
-def _emit(step: Compute | Move, partitioned: Partitioned, rank: int) -> Instruction:
+def emit(step: Compute | Move, partitioned: Partitioned, rank: int) -> Instruction:
+    """The instruction of `rank` for a step."""
     if isinstance(step, Move):
         if step.step.is_collective:
             return Exchange(step.source, step.target, step.origin)

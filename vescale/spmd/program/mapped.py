@@ -7,8 +7,9 @@ Partial, an all_gather undoes a Shard, an all_to_all turns one Shard into anothe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -20,15 +21,15 @@ from ..._errors import TraceError, explain
 from ..collective_ops import OPS
 from ..layout import AbstractMesh, Layout
 from ..mesh import Mesh, group_ranks, make_mesh
-from ..placements import P, Partial, Placement, RaggedShard, Shard
+from ..placements import P, Partial, RaggedShard, Shard
 from ..redistribute import Collective, bind, bind_local, plan
 from ..redistribute_plan import chunk
 from ..transport import all_to_all
 from ..varying import Apart, Lockstep, Mapped, within
 from .cleanup import cleanup
+from .constants import fill_by_shape
 from .emit import Call, Exchange, Instruction
-from .ir import Graph, Node, Ref, TensorMeta, map_args
-from .program import CollectiveInfo, Collectives, Listing, Program
+from .ir import Graph, Node, TensorMeta
 from .trace import Tracing, trace
 
 aten = torch.ops.aten
@@ -38,10 +39,11 @@ LOCAL = ("pvary", "axis_index", "own_slice", "root_only")
 
 @dataclass(frozen=True)
 class Variant:
-    """The trace of one class of ranks, and the axes over which its outputs vary."""
+    """The trace of one class of ranks, the axes over which its outputs vary, the modules that it called."""
 
     graph: Graph
     varying: tuple[frozenset[str], ...]
+    modules: tuple[torch.nn.Module, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,12 +132,31 @@ def _variants(
             ]
             return results
 
-        return Variant(cleanup(trace(run, local, paths, Tracing(observer=mapped))), tuple(outputs))
+        tracing = Tracing(observer=mapped)
+        graph = cleanup(fill_by_shape(trace(run, local, paths, tracing)))
+        return Variant(graph, tuple(outputs), tuple(tracing.roots))
 
     calls = [lambda place=place: traced(place) for place in places]
     variants = dict(zip((tuple(place.values()) for place in places), lockstep.run(calls), strict=True))
     _check_sequences(variants, apart)
-    return variants
+    return _share_hidden(variants)
+
+
+def _share_hidden(variants: dict[tuple[int, ...], Variant]) -> dict[tuple[int, ...], Variant]:
+    """The variants with one list of closed-over tensors: those that any of them reads."""
+    tensors = {id(tensor): tensor for variant in variants.values() for _, tensor in variant.graph.hidden}
+    shared = {}
+    for place, variant in variants.items():
+        graph, values = variant.graph, {id(tensor): value for value, tensor in variant.graph.hidden}
+        missing = [tensor for key, tensor in tensors.items() if key not in values]
+        values |= {id(tensor): len(graph.metas) + number for number, tensor in enumerate(missing)}
+        graph = replace(
+            graph,
+            hidden=tuple((values[key], tensor) for key, tensor in tensors.items()),
+            metas=(*graph.metas, *map(TensorMeta.of, missing)),
+        )
+        shared[place] = replace(variant, graph=graph)
+    return shared
 
 
 def rank_at(mesh: AbstractMesh, place: Mapping[str, int]) -> int:
@@ -148,19 +169,23 @@ def rank_at(mesh: AbstractMesh, place: Mapping[str, int]) -> int:
 
 def exchanges_of(graph: Graph) -> list[Node]:
     """The collectives of a graph that exchange something, in order."""
-    return [node for node in graph.nodes if _name(node) is not None and _name(node) not in LOCAL]
+    return [
+        node
+        for node in graph.nodes
+        if collective_name(node) is not None and collective_name(node) not in LOCAL
+    ]
 
 
-def _name(node: Node) -> str | None:
+def collective_name(node: Node) -> str | None:
     name = node.op.overloadpacket.__name__
     return name if node.op.namespace == "vescale" and name in OPS else None
 
 
 def _check_sequences(variants: Mapping[tuple[int, ...], Variant], apart: tuple[str, ...]) -> None:
     first, *others = variants
-    mine = [(_name(node), node.args[1]) for node in exchanges_of(variants[first].graph)]
+    mine = [(collective_name(node), node.args[1]) for node in exchanges_of(variants[first].graph)]
     for place in others:
-        theirs = [(_name(node), node.args[1]) for node in exchanges_of(variants[place].graph)]
+        theirs = [(collective_name(node), node.args[1]) for node in exchanges_of(variants[place].graph)]
         if mine != theirs:
             index = next(
                 (i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs))
@@ -179,103 +204,32 @@ def _check_sequences(variants: Mapping[tuple[int, ...], Variant], apart: tuple[s
             )
 
 
-def collectives_of(traced: MappedTrace, rank: int = 0) -> Collectives:
-    """The collectives of a mapped function as a table."""
-    graph = traced.variant(rank).graph
-    found = []
-    for node in exchanges_of(graph):
-        meta, (out,) = graph.metas[node.args[0].id], node.outs
-        assert out is not None
-        count = 1
-        for axis in node.args[1]:
-            count *= traced.mesh.axis_size(axis)
-        received = {"psum": 2 * meta.nbytes * (count - 1) // count}.get(
-            _name(node) or "", graph.metas[out].nbytes * (count - 1) // count
-        )
-        found.append(
-            CollectiveInfo(
-                _name(node) or "", tuple(node.args[1]), received, str(meta), "called", str(node.origin)
-            )
-        )
-    return Collectives(found)
-
-
 # Instructions.
 
 
-def compile_mapped(
-    traced: MappedTrace, mesh: Mesh, graphs: Callable[[Variant], Graph] = lambda variant: variant.graph
-) -> Program:
-    """The program of the ranks that `mesh` hosts; `graphs` may choose a part of each variant."""
-
-    def listing(rank: int) -> Listing:
-        graph = graphs(traced.variant(rank))
-        inputs = (*graph.inputs, *(value for value, _ in graph.hidden))
-        same: dict[int, int] = {}
-        instructions = [
-            made
-            for node in graph.nodes
-            if (made := _instruction(node, mesh.abstract, rank, same)) is not None
-        ]
-        outputs = tuple(
-            same.get(output.id, output.id) if isinstance(output, Ref) else None for output in graph.outputs
-        )
-        return Listing(
-            tuple(instructions),
-            inputs,
-            outputs,
-            lambda value: (graph.metas[value].shape, graph.metas[value].dtype),
-        )
-
-    counts = len(exchanges_of(graphs(traced.first)))
-    nodes = {place: exchanges_of(graphs(variant)) for place, variant in traced.variants.items()}
-
-    def node_of(index: int) -> Callable[[int], tuple[Node, Graph]]:
-        def find(rank: int) -> tuple[Node, Graph]:
-            coordinate = mesh.abstract.coordinate(rank)
-            place = tuple(coordinate[axis] for axis in traced.apart)
-            return nodes[place][index], graphs(traced.variants[place])
-
-        return find
-
-    return Program(
-        mesh,
-        [listing(rank) for rank in mesh.local_ranks],
-        [_bind_groups(mesh, node_of(index)) for index in range(counts)],
-        [
-            f"{_name(node)} over {', '.join(node.args[1])} at {node.origin}"
-            for node in exchanges_of(graphs(traced.first))
-        ],
-    )
-
-
-def _instruction(node: Node, mesh: AbstractMesh, rank: int, same: dict[int, int]) -> Instruction | None:
-    def rename(ref: Ref) -> Ref:
-        return Ref(same.get(ref.id, ref.id))
-
-    args = map_args(node.args, rename)
-    name = _name(node)
+def local_instruction(node: Node, mesh: AbstractMesh, rank: int) -> Instruction:
+    """What `rank` does for a node of its variant."""
+    name = collective_name(node)
     if name is None:
-        kwargs = {key: map_args(value, rename) for key, value in node.kwargs.items()}
         fn: Any = torch.reshape if node.op in (aten.view.default, aten._unsafe_view.default) else node.op
-        return Call(fn, args, kwargs, node.outs, node.returns_list, node.origin)
-    (out,), source, axes = node.outs, args[0], args[1]
+        return Call(fn, node.args, node.kwargs, node.outs, node.returns_list, node.origin)
+    (out,), source, axes = node.outs, node.args[0], node.args[1]
     assert out is not None
-    if name == "pvary":
-        same[out] = source.id
-        return None
     index = member_index(mesh, axes, rank)
+    if name == "pvary" or (name == "root_only" and index == node.args[2]):
+        return Call(_same, (source,), {}, node.outs, False, node.origin)
     if name == "axis_index":
         return Call(torch.full, ((), index), {"dtype": torch.int64}, node.outs, False, node.origin)
     if name == "own_slice":
-        _, _, dim, sizes, own = args
+        _, _, dim, sizes, own = node.args
         return Call(torch.narrow, (source, dim, sum(sizes[:index]), own), {}, node.outs, False, node.origin)
     if name == "root_only":
-        if index == args[2]:
-            same[out] = source.id
-            return None
         return Call(torch.zeros_like, (source,), {}, node.outs, False, node.origin)
     return Exchange(source.id, out, node.origin)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def member_index(mesh: AbstractMesh, axes: Sequence[str], rank: int) -> int:
@@ -289,7 +243,22 @@ def member_index(mesh: AbstractMesh, axes: Sequence[str], rank: int) -> int:
 # Exchanges: one collective within every group of its axes.
 
 
-def _bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Collective:
+def bind_all(traced: MappedTrace, mesh: Mesh, graphs: Callable[[Variant], Graph]) -> list[Collective]:
+    """The exchanges of a mapped function, in order, bound to the ranks that are hosted here."""
+    nodes = {place: exchanges_of(graphs(variant)) for place, variant in traced.variants.items()}
+
+    def node_of(index: int) -> Callable[[int], tuple[Node, Graph]]:
+        def find(rank: int) -> tuple[Node, Graph]:
+            coordinate = mesh.abstract.coordinate(rank)
+            place = tuple(coordinate[axis] for axis in traced.apart)
+            return nodes[place][index], graphs(traced.variants[place])
+
+        return find
+
+    return [bind_groups(mesh, node_of(index)) for index in range(len(exchanges_of(graphs(traced.first))))]
+
+
+def bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Collective:
     axes = tuple(node_of(mesh.local_ranks[0])[0].args[1])
     if not mesh.is_simulated:
         return _bind(*node_of(mesh.rank), mesh[axes])
@@ -314,7 +283,7 @@ def _bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Co
 
 def _bind(node: Node, graph: Graph, group: Mesh) -> Collective:
     """The collective over a group of ranks, a mesh of its own."""
-    name, shape = _name(node), graph.metas[node.args[0].id].shape
+    name, shape = collective_name(node), graph.metas[node.args[0].id].shape
     axes = tuple(node.args[1])
     if name in ("psum", "pmax", "pmin"):
         src = P.of((axis, Partial(name.removeprefix("p"))) for axis in axes)
@@ -372,16 +341,8 @@ def _split_spec(axes: tuple[str, ...], dim: int, sizes: Sequence[int]) -> tuple[
     """The placements of parts of these sizes along `dim`; True when they are of dim 0 in its place."""
     if len(set(sizes)) == 1 or (len(axes) == 1 and _is_chunked(sizes)):
         return P.of((axis, Shard(dim)) for axis in axes), False
-    if len(axes) > 1:
-        raise TraceError(
-            explain(
-                f"parts of {list(sizes)} over {', '.join(axes)}",
-                rule="over several axes at once the parts of a dim have one size",
-                remedy="gather over one axis after the other",
-            )
-        )
-    placement: Placement = RaggedShard.from_sizes((0,), sizes)
-    return P.of((axis, placement) for axis in axes), True
+    assert len(axes) == 1, axes  # the callers take several axes one by one when parts differ
+    return P.of([(axes[0], RaggedShard.from_sizes((0,), sizes))]), True
 
 
 def _along(
@@ -409,33 +370,31 @@ def _bind_all_to_all(
     split_sizes: Sequence[int],
     concat_sizes: Sequence[int],
 ) -> Collective:
-    if split == concat:
-        count, part = len(split_sizes), split_sizes[0]
-        rest = [size for dim, size in enumerate(shape) if dim != split]
-        run = _steps(
-            group,
-            [count, count, part, *rest],
-            P.of((axis, Shard(0)) for axis in axes),
-            P.of((axis, Shard(1)) for axis in axes),
-        )
+    order = [_mesh_index(group.abstract, axes, member) for member in range(group.size)]
+    member_at = [order.index(rank) for rank in range(group.size)]
+    if group.is_simulated or group.size == 1:
 
         def exchange(values: Sequence[Tensor]) -> list[Tensor]:
-            cut = [value.movedim(split, 0).reshape(1, count, part, *rest) for value in values]
-            return [result.reshape(count * part, *rest).movedim(0, split) for result in run(cut)]
+            cut = [value.split(split_sizes, split) for value in values]
+            return [torch.cat([cut[rank][member] for rank in order], concat) for member in member_at]
 
         return exchange
-    whole = [sum(concat_sizes) if dim == concat else size for dim, size in enumerate(shape)]
-    source, moved = _split_spec(axes, concat, concat_sizes)
-    if not moved:
-        target, _ = _split_spec(axes, split, split_sizes)
-        return _steps(group, whole, source, target)
-    whole.insert(0, whole.pop(concat))
-    at = split + 1 if split < concat else split
-    run = _steps(group, whole, source, P.of((axis, Shard(at)) for axis in axes))
-    return lambda values: [
-        result.movedim(0, concat)
-        for result in run([value.movedim(concat, 0).contiguous() for value in values])
-    ]
+    me, process_group = member_at[group.rank], group.late_group(group.axis_names)
+    shapes = [list(shape) for _ in order]
+    for member, arrives in enumerate(shapes):
+        if split != concat:
+            arrives[concat] = concat_sizes[member]
+        arrives[split] = split_sizes[me]
+    receive = [math.prod(shapes[member]) for member in member_at]
+
+    def exchange_here(values: Sequence[Tensor]) -> list[Tensor]:
+        cut = values[0].split(split_sizes, split)
+        send = [cut[member].reshape(-1) for member in member_at]
+        arrived = all_to_all(torch.cat(send), [part.numel() for part in send], receive, process_group())
+        parts = arrived.split(receive)
+        return [torch.cat([parts[rank].view(shapes[member]) for member, rank in enumerate(order)], concat)]
+
+    return exchange_here
 
 
 def _mesh_index(mesh: AbstractMesh, axes: Sequence[str], member: int) -> int:

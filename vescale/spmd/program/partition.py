@@ -28,6 +28,7 @@ import torch
 
 from ..._errors import LayoutError, ShardingError, explain
 from ..layout import AbstractMesh, Layout, replicated
+from ..mapped_call import mapped_call
 from ..placements import InterleavedShard, P, Partial, RaggedShard, Shard
 from ..redistribute_plan import Step, plan
 from ..rules.notation import Dims, Pattern, find_rule, is_source
@@ -46,6 +47,7 @@ from .candidates import (
     digit_of,
     layout_from,
     refine,
+    split_by,
     state_of,
 )
 from .ir import Graph, Node, Origin, Ref, TensorMeta, map_args, refs_of
@@ -74,6 +76,16 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Map:
+    """Run a mapped function on local values that are in the layouts of its specs."""
+
+    handle: int
+    operands: tuple[int, ...]
+    results: tuple[int | None, ...]
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
 class LocalValue:
     """One layout of a global value."""
 
@@ -87,7 +99,7 @@ class Partitioned:
 
     mesh: AbstractMesh
     inputs: tuple[int, ...]
-    steps: tuple[Compute | Move, ...]
+    steps: tuple[Compute | Move | Map, ...]
     outputs: tuple[int | None, ...]  # None for a static result
     values: tuple[LocalValue, ...]
     unruled: tuple[Node, ...]  # nodes without a rule: they run whole on every rank
@@ -142,7 +154,7 @@ class _Walk:
             refs_of(graph.outputs)
         )
         self.values: list[LocalValue] = []
-        self.steps: list[Compute | Move] = []
+        self.steps: list[Compute | Move | Map] = []
         self.unruled: list[Node] = []
         self.makers: dict[int, Node] = {}
         self.made: dict[
@@ -236,8 +248,8 @@ class _Walk:
     def make(self, value: int, target: Layout, cause: str, origin: Origin) -> int:
         """Make a deferred value in the layout in which it is needed."""
         node, pattern = self.deferred[value]
-        broadcast = (
-            any(any(dims) and not all(dims) for dims in pattern.operands) and target.ragged is not None
+        broadcast = target.ragged is not None and any(
+            dims and (len(dims) < len(target.shape) or not all(dims)) for dims in pattern.operands
         )
         if target.partials or broadcast:  # no operand has these elements: make it whole, and cut
             whole = self.make(value, replicated(self.mesh, self.metas[value].shape), cause, origin)
@@ -283,6 +295,9 @@ class _Walk:
         if node.op.name() == "vescale::constrain":
             self.constrain(node)
             return
+        if node.op.name() == "vescale::mapped":
+            self.map(node)
+            return
         operands = list(node.refs())
         pattern = self.pattern(node, operands)
         if self.defers(node, pattern):
@@ -292,9 +307,10 @@ class _Walk:
             return
         chosen = self.choose(node, pattern, operands)
         for candidate in chosen.values():
-            if isinstance(candidate, Factor) and candidate.name in pattern.expand:
-                self.expand(node, operands, pattern.expand[candidate.name])
-                return
+            for factor in split_by(candidate):
+                if factor in pattern.expand:
+                    self.expand(node, operands, pattern.expand[factor])
+                    return
         numbers = []
         for index, value in enumerate(operands):
             target = layout_from(
@@ -355,9 +371,12 @@ class _Walk:
     def defers(self, node: Node, pattern: Pattern) -> bool:
         if is_source(node.op):
             return True
+        if node.op is torch.ops.aten.expand.default:  # what it adds is the same everywhere
+            (source,) = node.refs()
+            return source in self.deferred or not self.home(source).spec.items()
         refs = list(node.refs())
         return (
-            pattern.ragged
+            pattern.pointwise
             and len(node.outs) == 1
             and bool(refs)
             and all(value in self.deferred for value in refs)
@@ -412,6 +431,33 @@ class _Walk:
             self.names[out] = self.names[source.id]
         if source.id in self.pinned:
             self.pinned.add(out)
+
+    def map(self, node: Node) -> None:
+        """A mapped function: its specs are constraints on its operands, and say what its results are."""
+        handle = node.args[1]
+        made = mapped_call(handle)
+        if made.traced.mesh != self.mesh:
+            raise ShardingError(
+                explain(
+                    f"{made.name} is mapped over {made.traced.mesh}",
+                    where=node.origin,
+                    rule=f"a mapped function inside a program has the program's mesh, {self.mesh}",
+                    remedy="make one mesh and use it for both",
+                )
+            )
+        numbers = [
+            self.obtain(value, layout, f"{self.names.get(value, 'operand')} for {made.name}", node.origin)
+            for value, layout in zip(node.refs(), made.operands, strict=True)
+        ]
+        results: list[int | None] = []
+        for out, layout in zip(node.outs, made.results, strict=True):
+            assert out is not None
+            results.append(self.define(out, layout))
+            self.makers[out] = node
+        self.steps.append(Map(handle, tuple(numbers), tuple(results), node.origin))
+        for out in node.outs:
+            if out is not None and self.uses[out] > 1 and self.home(out).partials:
+                self.reduce_at_source(node, out)
 
     def expand(self, node: Node, operands: list[int], replacement: Callable[..., Any]) -> None:
         """Walk the graph of `replacement(*the node's arguments)` in the place of the node."""
@@ -539,10 +585,12 @@ class _Walk:
         return self.metas[value].nbytes / math.prod(others)
 
 
-def _live(steps: Sequence[Compute | Move], outputs: Sequence[int | None]) -> tuple[Compute | Move, ...]:
+def _live(
+    steps: Sequence[Compute | Move | Map], outputs: Sequence[int | None]
+) -> tuple[Compute | Move | Map, ...]:
     """The steps that an output depends on: views may have been taken in layouts that nobody used."""
     needed = {number for number in outputs if number is not None}
-    kept: list[Compute | Move] = []
+    kept: list[Compute | Move | Map] = []
     for step in reversed(steps):
         targets = [step.target] if isinstance(step, Move) else step.results
         if any(target in needed for target in targets):

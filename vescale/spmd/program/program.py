@@ -7,8 +7,8 @@ at each collective, and the loop here runs it over the hosted ranks together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,22 @@ import torch
 from ..._compat import below_autograd
 from ..._errors import ConsistencyError
 from ..agree import stuck
+from ..layout import AbstractMesh
+from ..mapped_call import mapped_call
 from ..mesh import Mesh
 from ..redistribute import Collective, bind
 from .codegen import Looks, generate
-from .emit import Instruction, emit
-from .ir import Graph, Ref, map_args
-from .partition import Compute, Move, Partitioned
+from .emit import Call, Instruction, emit
+from .ir import Graph, Ref, TensorMeta, map_args
+from .mapped import (
+    MappedTrace,
+    Variant,
+    bind_all,
+    collective_name,
+    exchanges_of,
+    local_instruction,
+)
+from .partition import Compute, Map, Move, Partitioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +67,30 @@ class Collectives(tuple[CollectiveInfo, ...]):
 
 def collectives(partitioned: Partitioned) -> Collectives:
     """Every collective of the decisions, in order; bytes are those of rank 0."""
-    values = partitioned.values
-    return Collectives(
-        CollectiveInfo(
-            move.step.kind,
-            move.step.axes,
-            move.step.bytes_moved(0, values[move.source].meta.dtype.itemsize),
-            str(values[move.source].meta),
-            move.cause,
-            str(move.origin),
-        )
-        for move in partitioned.steps
-        if isinstance(move, Move) and move.step.is_collective
-    )
+    values, found = partitioned.values, []
+    for step in partitioned.steps:
+        if isinstance(step, Map):
+            found += collectives_of(mapped_call(step.handle).traced)
+        elif isinstance(step, Move) and step.step.is_collective:
+            meta = values[step.source].meta
+            moved = step.step.bytes_moved(0, meta.dtype.itemsize)
+            found.append(
+                CollectiveInfo(step.step.kind, step.step.axes, moved, str(meta), step.cause, str(step.origin))
+            )
+    return Collectives(found)
 
 
 def sequence(partitioned: Partitioned) -> tuple[str, ...]:
     """The collectives as ranks compare them: with layouts, so that a sum and a maximum never meet."""
-    moves = [step for step in partitioned.steps if isinstance(step, Move) and step.step.is_collective]
-    return tuple(
-        f"{info}  {move.step.src.spec} -> {move.step.dst.spec}"
-        for info, move in zip(collectives(partitioned), moves, strict=True)
-    )
+    found: list[str] = []
+    for step in partitioned.steps:
+        if isinstance(step, Map):
+            found += map(str, collectives_of(mapped_call(step.handle).traced))
+        elif isinstance(step, Move) and step.step.is_collective:
+            kind, axes = step.step.kind, "+".join(step.step.axes)
+            what = f"{kind} over {axes} of {partitioned.values[step.source].meta} for {step.cause}"
+            found.append(f"{what}  {step.origin}  {step.step.src.spec} -> {step.step.dst.spec}")
+    return tuple(found)
 
 
 def as_lines(partitioned: Partitioned, graph: Graph) -> list[str]:
@@ -94,7 +106,8 @@ def aliases(partitioned: Partitioned, inputs: set[int]) -> tuple[int, ...]:
         if isinstance(step, Move):
             if not step.step.is_collective and step.source in shared:
                 shared.add(step.target)
-        elif step.pattern.view and step.operands[0] in shared:
+        # What a mapped function does with its operands is not looked into.
+        elif isinstance(step, Map) or (step.pattern.view and step.operands[0] in shared):
             shared.update(number for number in step.results if number is not None)
     return tuple(index for index, number in enumerate(partitioned.outputs) if number in shared)
 
@@ -112,6 +125,12 @@ def as_text(partitioned: Partitioned) -> str:
         if isinstance(step, Move):
             moved = f"{step.step.kind} over {'+'.join(step.step.axes)} (v{step.source})"
             lines.append(f"{look(step.target)} = {moved}  # {step.cause}")
+        elif isinstance(step, Map):
+            made = mapped_call(step.handle)
+            shown = ", ".join(look(number) for number in step.results if number is not None)
+            operands = ", ".join(f"v{number}" for number in step.operands)
+            lines.append(f"{shown} = {made.name} mapped ({operands})  # {step.origin}")
+            lines += [f"    {line}" for line in made.traced.lines()]
         else:
             shown = ", ".join(look(number) if number is not None else "_" for number in step.results)
             lines.append(f"{shown} = {step.node.op}({_arguments(step)})  # {step.node.origin}")
@@ -195,11 +214,50 @@ class Program:
 def listing(partitioned: Partitioned, rank: int) -> Listing:
     """What a rank of the mesh runs."""
     values = partitioned.values
+    instructions: list[Instruction] = []
+    inner: dict[int, TensorMeta] = {}  # values inside mapped functions, at their local shapes
+    for step in partitioned.steps:
+        if isinstance(step, Map):
+            instructions += _inline(step, partitioned.mesh, rank, len(values), inner)
+        else:
+            instructions.append(emit(step, partitioned, rank))
 
     def looks(number: int) -> tuple[tuple[int, ...], torch.dtype]:
+        if number in inner:
+            return inner[number].shape, inner[number].dtype
         return values[number].layout.local_shape(rank), values[number].meta.dtype
 
-    return Listing(emit(partitioned, rank), partitioned.inputs, partitioned.outputs, looks)
+    return Listing(tuple(instructions), partitioned.inputs, partitioned.outputs, looks)
+
+
+def _inline(
+    step: Map, mesh: AbstractMesh, rank: int, base: int, inner: dict[int, TensorMeta]
+) -> Iterator[Instruction]:
+    """The instructions of a mapped function in the place of its step; `base` numbers its values."""
+    graph = mapped_call(step.handle).traced.variant(rank).graph
+    operands = (*graph.inputs, *(value for value, _ in graph.hidden))
+    numbers = dict(zip(operands, step.operands, strict=True))
+    tensors = [output for output in graph.outputs if isinstance(output, Ref)]
+    start = base + len(inner)
+    for value, meta in enumerate(graph.metas):
+        if value not in numbers:
+            numbers[value] = start + value
+        inner.setdefault(start + value, meta)  # one number a value, used or not: the next step starts after
+
+    def rename(ref: Ref) -> Ref:
+        return Ref(numbers[ref.id])
+
+    for node in graph.nodes:
+        kwargs = {name: map_args(value, rename) for name, value in node.kwargs.items()}
+        outs = tuple(None if out is None else numbers[out] for out in node.outs)
+        moved = replace(node, args=map_args(node.args, rename), kwargs=kwargs, outs=outs)
+        yield local_instruction(moved, mesh, rank)
+    for output, number in zip(tensors, step.results, strict=True):
+        yield Call(_same, (rename(output),), {}, (number,), False, step.origin)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def source_of(partitioned: Partitioned, rank: int) -> str:
@@ -210,10 +268,60 @@ def source_of(partitioned: Partitioned, rank: int) -> str:
 
 def compile_partitioned(partitioned: Partitioned, mesh: Mesh) -> Program:
     """The program of decisions, for the ranks that `mesh` hosts here."""
-    moves = [step for step in partitioned.steps if isinstance(step, Move) and step.step.is_collective]
-    return Program(
-        mesh,
-        [listing(partitioned, rank) for rank in mesh.local_ranks],
-        [bind(move.step, mesh) for move in moves],
-        sequence(partitioned),
-    )
+    exchanges: list[Collective] = []
+    for step in partitioned.steps:
+        if isinstance(step, Map):
+            exchanges += bind_all(mapped_call(step.handle).traced, mesh, lambda variant: variant.graph)
+        elif isinstance(step, Move) and step.step.is_collective:
+            exchanges.append(bind(step.step, mesh))
+    listings = [listing(partitioned, rank) for rank in mesh.local_ranks]
+    return Program(mesh, listings, exchanges, sequence(partitioned))
+
+
+# Mapped functions: nothing is decided, the function says what it communicates.
+
+
+def collectives_of(traced: MappedTrace, rank: int = 0) -> Collectives:
+    """The collectives of a mapped function as a table."""
+    graph = traced.variant(rank).graph
+    found = []
+    for node in exchanges_of(graph):
+        meta, (out,) = graph.metas[node.args[0].id], node.outs
+        assert out is not None
+        count = 1
+        for axis in node.args[1]:
+            count *= traced.mesh.axis_size(axis)
+        received = {"psum": 2 * meta.nbytes * (count - 1) // count}.get(
+            collective_name(node) or "", graph.metas[out].nbytes * (count - 1) // count
+        )
+        found.append(
+            CollectiveInfo(
+                collective_name(node) or "",
+                tuple(node.args[1]),
+                received,
+                str(meta),
+                "called",
+                str(node.origin),
+            )
+        )
+    return Collectives(found)
+
+
+def compile_mapped(
+    traced: MappedTrace, mesh: Mesh, graphs: Callable[[Variant], Graph] = lambda variant: variant.graph
+) -> Program:
+    """The program of the ranks that `mesh` hosts; `graphs` may choose a part of each variant."""
+
+    def listing(rank: int) -> Listing:
+        graph = graphs(traced.variant(rank))
+        inputs = (*graph.inputs, *(value for value, _ in graph.hidden))
+        instructions = tuple(local_instruction(node, mesh.abstract, rank) for node in graph.nodes)
+        outputs = tuple(output.id if isinstance(output, Ref) else None for output in graph.outputs)
+        metas = graph.metas
+        return Listing(instructions, inputs, outputs, lambda value: (metas[value].shape, metas[value].dtype))
+
+    labels = [
+        f"{collective_name(node)} over {', '.join(node.args[1])} at {node.origin}"
+        for node in exchanges_of(graphs(traced.first))
+    ]
+    return Program(mesh, [listing(rank) for rank in mesh.local_ranks], bind_all(traced, mesh, graphs), labels)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..program.ir import Node, Ref, TensorMeta
-from .notation import Dims, Pattern, operand_metas, overloads, result_shapes, rule
+from .notation import ALL_DIMS, Dims, Pattern, operand_metas, overloads, result_shapes, rule
 
 aten = torch.ops.aten
 
@@ -30,7 +30,8 @@ def broadcast_pattern(node: Node, metas: Sequence[TensorMeta], **options: Any) -
         tuple(dims(meta) for meta in operand_metas(node, metas)),
         tuple(whole for out in node.outs if out is not None),
         sizes,
-        ragged=True,
+        ragged=ALL_DIMS,
+        pointwise=True,
         **options,
     )
 
@@ -124,7 +125,27 @@ def broadcast_pattern(node: Node, metas: Sequence[TensorMeta], **options: Any) -
             aten.bitwise_left_shift,
             aten.bitwise_right_shift,
         ),
-        *(aten.addcmul, aten.addcdiv, aten.square, aten.sgn, aten.nan_to_num),
+        *(
+            aten.addcmul,
+            aten.addcdiv,
+            aten.square,
+            aten.sgn,
+            aten.nan_to_num,
+            aten.copysign,
+            aten.hypot,
+            aten.erfc,
+        ),
+        *(aten.exp2, aten.lgamma, aten.digamma, aten.log_sigmoid_forward, aten.asinh, aten.acosh, aten.atanh),
+        *(
+            aten.signbit,
+            aten.real,
+            aten.imag,
+            aten.xlogy,
+            aten.hardsigmoid,
+            aten.hardswish,
+            aten.fmax,
+            aten.fmin,
+        ),
     )
 )
 def elementwise(node: Node, metas: Sequence[TensorMeta]) -> Pattern:

@@ -28,6 +28,8 @@ from ..program.ir import Node, Ref, TensorMeta
 Dim = tuple[str, ...]  # factors of a dim, outermost first; empty for a dim of size 1
 Dims = tuple[Dim, ...]
 
+ALL_DIMS = 64  # as Pattern.ragged: torch has no tensor of more
+
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
@@ -56,7 +58,8 @@ class Pattern:
     """What one node does to the dims of its tensors, and what may be done to it.
 
     `linear`: sets of operands that may be Partial together, the others then being whole values.
-    `ragged`: the op works element by element, so that any cut of the flattened elements commutes with it.
+    `pointwise`: the op works element by element. `ragged`: a ragged cut of so many leading dims or fewer
+    commutes with it: as `local` adapts it, it runs on pieces (rows, *rest). One dim keeps the number of dims.
     `view`: the result shares memory with operand 0 and costs nothing. `reduction`: what sharding a `sum`
     factor leaves pending.
     `expand`: factor -> a function of the node's arguments to run in its place when the factor is sharded.
@@ -69,7 +72,8 @@ class Pattern:
     sum: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
-    ragged: bool = False
+    ragged: int = 0
+    pointwise: bool = False
     view: bool = False
     reduction: str = "sum"
     expand: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

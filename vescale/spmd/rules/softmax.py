@@ -62,6 +62,7 @@ def softmax(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
         (dims,),
         sizes,
         expand={f"d{node.args[position] % len(shape)}": apart} if shape else {},
+        ragged=1,
     )
 
 

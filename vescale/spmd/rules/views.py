@@ -11,6 +11,7 @@ import torch
 
 from ..program.ir import Node, TensorMeta
 from .notation import (
+    ALL_DIMS,
     Dim,
     Dims,
     LocalCall,
@@ -93,7 +94,14 @@ def view(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
         return _opaque(source, target)
     operand, result, sizes, whole = regroup(source, target)
     return Pattern(
-        (operand,), (result,), sizes, whole=frozenset(whole), linear=FIRST, view=True, local=_reshape
+        (operand,),
+        (result,),
+        sizes,
+        whole=frozenset(whole),
+        linear=FIRST,
+        view=True,
+        ragged=ALL_DIMS,
+        local=_reshape,
     )
 
 
@@ -119,7 +127,9 @@ def _dims(shape: Sequence[int]) -> tuple[list[Dim], dict[str, int]]:
 
 def _permuted(node: Node, metas: Sequence[TensorMeta], order: Sequence[int]) -> Pattern:
     dims, sizes = _dims(operand_metas(node, metas)[0].shape)
-    return Pattern((tuple(dims),), (tuple(dims[dim] for dim in order),), sizes, linear=FIRST, view=True)
+    return Pattern(
+        (tuple(dims),), (tuple(dims[dim] for dim in order),), sizes, linear=FIRST, view=True, ragged=1
+    )
 
 
 @rule(aten.t.default)
@@ -148,7 +158,7 @@ def permute(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 def unsqueeze(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     dims, sizes = _dims(operand_metas(node, metas)[0].shape)
     at = node.args[1] % (len(dims) + 1)
-    return Pattern((tuple(dims),), ((*dims[:at], (), *dims[at:]),), sizes, linear=FIRST, view=True)
+    return Pattern((tuple(dims),), ((*dims[:at], (), *dims[at:]),), sizes, linear=FIRST, view=True, ragged=1)
 
 
 @rule(overloads(aten.squeeze))
@@ -175,6 +185,7 @@ def squeeze(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
         sizes,
         linear=FIRST,
         view=True,
+        ragged=1,
         local=localise,
     )
 
@@ -185,7 +196,9 @@ def expand(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     dims, sizes = _dims(target)
     offset = len(target) - len(source)
     operand: Dims = tuple(() if size == 1 else dims[offset + dim] for dim, size in enumerate(source))
-    return Pattern((operand,), (tuple(dims),), sizes, linear=FIRST, view=True, local=result_shape_arg(1))
+    return Pattern(
+        (operand,), (tuple(dims),), sizes, linear=FIRST, view=True, ragged=1, local=result_shape_arg(1)
+    )
 
 
 @rule(aten.slice.Tensor)
@@ -201,11 +214,18 @@ def slice_(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
             sizes,
             linear=FIRST,
             view=True,
+            ragged=ALL_DIMS,
             local=lambda call: replace(call, fn=torch.ops.aten.alias.default, args=call.args[:1], kwargs={}),
         )
     result[dim], sizes["cut"] = ("cut",), target[dim]
     return Pattern(
-        (tuple(dims),), (tuple(result),), sizes, whole=frozenset((f"d{dim}", "cut")), linear=FIRST, view=True
+        (tuple(dims),),
+        (tuple(result),),
+        sizes,
+        whole=frozenset((f"d{dim}", "cut")),
+        linear=FIRST,
+        view=True,
+        ragged=1,
     )
 
 
@@ -220,6 +240,7 @@ def select(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
         whole=frozenset((f"d{dim}",)),
         linear=FIRST,
         view=True,
+        ragged=1,
     )
 
 
@@ -235,6 +256,7 @@ def unbind(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
         whole=frozenset((f"d{dim}",)),
         linear=FIRST,
         view=True,
+        ragged=1,
     )
 
 
@@ -263,7 +285,14 @@ def split(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
         return replace(call, fn=torch.split, args=(call.args[0], local, dim), kwargs={})
 
     return Pattern(
-        (operand,), tuple(results), sizes, whole=frozenset(whole), linear=FIRST, view=True, local=localise
+        (operand,),
+        tuple(results),
+        sizes,
+        whole=frozenset(whole),
+        linear=FIRST,
+        view=True,
+        ragged=1,
+        local=localise,
     )
 
 
@@ -284,6 +313,7 @@ def cat(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
             sizes,
             whole=frozenset(("section",)),
             linear=everything,
+            ragged=1,
         )
     lengths = [shape[dim] if len(shape) == len(result) else 0 for shape in shapes]
     sizes |= {f"part{index}": length for index, length in enumerate(lengths)} | {"all": result[dim]}
@@ -299,6 +329,7 @@ def cat(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
         sizes,
         whole=frozenset({"all", *(f"part{index}" for index in range(len(shapes)))}),
         linear=everything,
+        ragged=1,
     )
 
 
@@ -314,4 +345,5 @@ def stack(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
         sizes,
         whole=frozenset(("new",)),
         linear=(frozenset(range(len(shapes))),),
+        ragged=1,
     )
