@@ -437,7 +437,8 @@ def _find_digits(
     digits, outer = {}, 1
     for factor, owner in factors:
         if owner is not None:
-            digits[owner] = Digit(splits[0][1].dim, outer)
+            # A digit of one value stands at any place: at the front, for one spelling.
+            digits[owner] = Digit(splits[0][1].dim, outer if mesh.axis_size(owner) > 1 else 1)
         outer *= factor
     return digits
 
