@@ -105,6 +105,28 @@ def view_source(op: Any) -> int | None:
     return next((index for index, argument in arguments if argument.alias_info), None)
 
 
+def functional_form(op: Any) -> Any:
+    """2.11 - 2.13. The overload that computes what an in-place or `out=` one writes, or None."""
+    name = op._schema.name.split("::")[1]
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    wanted = [(argument.name, str(argument.type)) for argument in op._schema.arguments if not argument.is_out]
+    for overload in packet.overloads() if packet is not None else ():
+        form = getattr(packet, overload)
+        found = [(argument.name, str(argument.type)) for argument in form._schema.arguments]
+        if found == wanted and not form._schema.is_mutable:
+            return form
+    return None
+
+
 def overload_name(op: Any) -> str:
     """2.11 - 2.13. "Tensor" of aten.add.Tensor."""
     return op._overloadname
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """2.11 - 2.13. Whether torch.func.vmap maps over a dim of the tensor, at any level."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False

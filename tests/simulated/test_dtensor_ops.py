@@ -229,13 +229,21 @@ def test_in_place_on_a_result_with_a_history():
     [
         (lambda x: x.t_(), "keeps its shape"),
         (lambda x: x.unsqueeze_(0), "keeps its shape"),
-        (lambda x: torch.add(x, x, out=x.clone()), "first argument"),
+        (lambda x: torch.add(x, x, out=X.clone()), "first argument"),
         (lambda x: X.clone().add_(x), "full_tensor"),
     ],
 )
 def test_writes_that_are_refused(op, says):
     with pytest.raises(ArgumentError, match=says):
         op(put(X))
+
+
+def test_out_is_written():
+    x, out = put(X), put(torch.zeros_like(X), P(dp=Shard(1)))
+    layout = out.layout
+    assert torch.add(x, x, out=out) is out
+    assert out.layout is layout
+    assert_same(out, X + X)
 
 
 def test_random_writes_are_refused():

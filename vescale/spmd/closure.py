@@ -68,6 +68,11 @@ def getters(
     return tuple(places.get(id(tensor), functools.partial(_same, tensor)) for tensor in tensors)
 
 
+def closed_over(fn: Callable[..., Any]) -> Iterator[Tensor]:
+    """The tensors in fn's closure and globals, and in those of the functions in them."""
+    return (tensor for tensor, _ in _cells(fn, set()))
+
+
 def _item(store: Any, name: str) -> Tensor:
     return store[name]
 

@@ -116,9 +116,9 @@ def varying_after(name: str, before: frozenset[str], axes: Sequence[str]) -> fro
     return before - frozenset(axes) if effect is REMOVES else before | frozenset(axes)
 
 
-def differentiable(tensor: Tensor) -> bool:
-    """Whether a tensor of this dtype has gradients."""
-    return tensor.is_floating_point() or tensor.is_complex()
+def differentiable(tensor: Any) -> bool:
+    """Whether a tensor (or what looks like one) of this dtype has gradients."""
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 # Gradients. A Function over the op, so that torch.func.grad sees it, to any order.

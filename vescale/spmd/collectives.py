@@ -238,6 +238,17 @@ def pshuffle(x: Any, axis: Axis, perm: Sequence[int]) -> Any:
 
     Gradient: pshuffle with the inverse permutation.
     """
+    mapped = current_map("pshuffle")
+    count = mapped.size(mapped.check_axes(axis, "pshuffle"))
+    if sorted(perm) != list(range(count)):
+        raise ArgumentError(
+            explain(
+                f"perm={list(perm)}",
+                where=mapped.line(),
+                rule=f"a permutation of the members 0..{count - 1}",
+                remedy="name each member once, or use ppermute for a partial exchange",
+            )
+        )
     return ppermute(x, axis, [(source, target) for target, source in enumerate(perm)])
 
 

@@ -109,7 +109,7 @@ class _Node(torch.autograd.Function):
         given = [
             torch.zeros(shape, dtype=dtype) if cotangent is None else cotangent
             for cotangent, (shape, dtype) in zip(cotangents, ctx.shapes, strict=True)
-            if dtype.is_floating_point
+            if dtype.is_floating_point or dtype.is_complex
         ]
         product, signature = ctx.mapped.product(ctx.signature, [*arguments, *given])
         gradients = call_in_trace(product, signature, [*arguments, *given])

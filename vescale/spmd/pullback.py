@@ -23,7 +23,7 @@ from .dtensor import DTensor, place
 from .layout import Layout
 from .placements import P, Partial
 from .program.ir import Graph, Ref, refs_of
-from .program.mapped import MappedTrace, Variant
+from .program.mapped import MappedTrace, Variant, own, shared_outputs
 from .program.program import Program, compile_mapped
 from .signature import Signature
 
@@ -45,6 +45,7 @@ class Pullback:
     paths: tuple[str, ...]
     inputs: tuple[int, ...]  # which of the tensor leaves have a gradient
     results: tuple[int, ...]  # which of the results do
+    shared: tuple[int, ...]  # results that would otherwise be memory of an argument or of a residual
 
 
 @dataclass
@@ -88,13 +89,19 @@ def split(graph: Graph, arguments: int, results: int) -> tuple[Graph, Graph]:
 
 def compile_pullback(
     mapped: ShardMapped, traced: MappedTrace, arguments: int, results: int
-) -> tuple[Program, Program]:
+) -> tuple[Program, Program, tuple[int, ...]]:
+    """The forward and the backward program, and the results that need memory of their own."""
     parts = {id(variant): split(variant.graph, arguments, results) for variant in traced.variants.values()}
 
     def part(index: int) -> Any:
         return lambda variant: parts[id(variant)][index]
 
-    return compile_mapped(traced, mapped.mesh, part(0)), compile_mapped(traced, mapped.mesh, part(1))
+    shared: set[int] = set()
+    for forward, _ in parts.values():
+        kept = [ref.id for ref in forward.outputs[results:]]
+        shared.update(shared_outputs(replace(forward, outputs=forward.outputs[:results]), kept))
+    programs = (compile_mapped(traced, mapped.mesh, part(index)) for index in (0, 1))
+    return (*programs, tuple(sorted(shared)))  # pyright: ignore[reportReturnType] - two programs
 
 
 def call(mapped: ShardMapped, signature: Signature, tensors: Sequence[Tensor]) -> Any:
@@ -188,7 +195,8 @@ def run_forward(
     values = mapped.run(pullback, pullback.forward, leaves)
     count = len(pullback.out_layouts)
     residuals.values = [list(results[count:]) for results in values]
-    return leave(mapped.mesh, [results[:count] for results in values], pullback.out_layouts)
+    outputs = own([results[:count] for results in values], pullback.shared)
+    return leave(mapped.mesh, outputs, pullback.out_layouts)
 
 
 def _as(cotangent: Any, layout: Layout, mapped: ShardMapped) -> Tensor:

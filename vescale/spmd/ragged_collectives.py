@@ -33,7 +33,7 @@ def all_gather_ragged(
     """
     rows = _most_rows(x, axis, "all_gather_ragged")
     counts = all_gather(count.to(torch.int64).reshape(1), axis)
-    blocks = all_gather(_pad(x, rows), axis)
+    blocks = all_gather(_poison(_pad(x, rows), _bad(count, x.shape[0])), axis)
     return _compact(blocks, counts, rows, capacity), counts
 
 
@@ -59,7 +59,7 @@ def all_to_all_ragged(
     rows = _most_rows(x, axis, "all_to_all_ragged")
     pair = rows if pair_capacity is None else pair_capacity
     counts = send_counts.to(torch.int64)
-    blocks = _spread(x, counts, pair)
+    blocks = _poison(_spread(x, counts, pair), _bad(counts, x.shape[0]))
     received = all_to_all(counts, axis, 0, 0)
     arrived = all_to_all(blocks, axis, 0, 0)
     result = _compact(arrived, received.clamp(max=pair), pair, capacity)
@@ -77,7 +77,7 @@ def psum_scatter_ragged(x: Tensor, counts: Tensor, axis: Axis, *, capacity: int 
     """
     rows = _most_rows(x, axis, "psum_scatter_ragged") if capacity is None else capacity
     counts = counts.to(torch.int64)
-    result = psum_scatter(_spread(x, counts, rows), axis)
+    result = psum_scatter(_poison(_spread(x, counts, rows), _bad(counts, x.shape[0])), axis)
     mine = counts.gather(0, axis_index(axis).reshape(1)).reshape(())  # indexing would ask for the value
     return _poison(result, mine > rows)
 
@@ -94,6 +94,11 @@ def _most_rows(x: Tensor, axis: Axis, name: str) -> int:
             )
         )
     return max(shape[0] for shape in mapped.meet(mapped.check_axes(axis, name), name, tuple(x.shape)))
+
+
+def _bad(counts: Tensor, rows: int) -> Tensor:
+    """Whether counts speak of rows that are not there: the others then get NaN, and not other rows."""
+    return (counts.sum() > rows) | (counts < 0).any()
 
 
 def _pad(x: Tensor, rows: int) -> Tensor:
@@ -137,7 +142,12 @@ def _compact(blocks: Tensor, counts: Tensor, rows: int, capacity: int | None) ->
 
 
 def _poison(result: Tensor, overflow: Tensor) -> Tensor:
-    worst = float("nan") if result.is_floating_point() else torch.iinfo(result.dtype).min
+    if result.dtype is torch.bool:
+        worst: float | bool = True
+    elif result.is_floating_point() or result.is_complex():
+        worst = float("nan")
+    else:
+        worst = torch.iinfo(result.dtype).min
     return torch.where(overflow, torch.full((), worst, dtype=result.dtype, device=result.device), result)
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import _tree
-from .._compat import base_tensor, inside_functorch
+from .._compat import FakeTensor, base_tensor, inside_functorch, is_batched
 from .._errors import ArgumentError, LayoutError, ShardingError, VescaleError, explain
 from .agree import digest
 from .boundary import Static, enter, leave
-from .closure import Getter, Guard, getters
+from .closure import Getter, Guard, closed_over, getters
 from .collective_ops import pvary
 from .dtensor import DTensor
 from .layout import Layout
@@ -29,7 +29,7 @@ from .placements import P, Replicate
 from .program.agreement import Record, agree, checksums
 from .program.cache import CacheInfo, ProgramCache
 from .program.ir import Ref, TensorMeta
-from .program.mapped import MappedTrace, rank_at, trace_mapped
+from .program.mapped import MappedTrace, own, rank_at, trace_mapped
 from .program.program import Collectives, Program, collectives_of, compile_mapped
 from .program.trace import current_trace
 from .pullback import Pullback, call, compile_pullback, cotangent_layout, differentiable
@@ -107,6 +107,7 @@ class Entry:
     out_spec: _tree.TreeSpec
     out_layouts: tuple[Layout | Static, ...]
     paths: tuple[str, ...]
+    shared: tuple[int, ...]  # results that would otherwise be memory of an argument or of another result
 
 
 class ShardMapped:
@@ -157,15 +158,17 @@ class ShardMapped:
             # Under torch.func: what the arguments are is below its wrappers.
             wrapped = [base_tensor(tensor) for tensor in tensors]
             below = any(base is not tensor for base, tensor in zip(wrapped, tensors, strict=True))
+            self._check_transforms(tensors)
             signature = self._arguments.with_tensors(signature, wrapped) if below else signature
         if current_trace() is not None:
+            self._check_transforms(tensors)
             return call_in_trace(self, signature, tensors)
         if below:
             return call(self, signature, tensors)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return call(self, signature, tensors)
         entry = self._entry(signature)
-        results = self.run(entry, entry.program, signature.leaves)
+        results = own(self.run(entry, entry.program, signature.leaves), entry.shared)
         return _tree.unflatten(entry.out_spec, leave(self.mesh, results, entry.out_layouts))
 
     def collectives(self, *args: Any, **kwargs: Any) -> Collectives:
@@ -233,6 +236,27 @@ class ShardMapped:
 
     # What the function closes over.
 
+    def _check_transforms(self, tensors: Sequence[Tensor]) -> None:
+        """Transforms outside see arguments only, and know nothing of ranks."""
+        if any(is_batched(tensor) for tensor in tensors):
+            raise ArgumentError(
+                explain(
+                    f"vmap over the mapped function {self.name}",
+                    rule="a mapped function takes whole values: a batch dim would be taken for one of them",
+                    remedy="use vs.vmap inside the mapped function",
+                )
+            )
+        for tensor in closed_over(self._fn):
+            if base_tensor(tensor) is not tensor or isinstance(tensor, FakeTensor):
+                raise ArgumentError(
+                    explain(
+                        f"a closed-over value of {tuple(tensor.shape)} that a transform outside follows",
+                        where=f"shard_map of {self.name}",
+                        rule="gradients and traces follow the arguments of a mapped function",
+                        remedy="pass it as an argument",
+                    )
+                )
+
     def _key(self, signature: Signature) -> tuple[Any, ...]:
         """The signature, and the training flags and attributes of the modules that ran."""
         guard = self._guards.get(signature.key) if self._guards else None
@@ -268,6 +292,7 @@ class ShardMapped:
                 made.out_spec,
                 made.out_layouts,
                 made.paths,
+                made.traced.shared(),
             )
             self._cache.put(self._key(signature), entry)
         return entry
@@ -430,8 +455,19 @@ class ShardMapped:
         results = tuple(
             index
             for index, (output, layout) in enumerate(zip(first.outputs, made.out_layouts, strict=True))
-            if isinstance(layout, Layout) and first.metas[output.id].dtype.is_floating_point
+            if isinstance(layout, Layout) and differentiable(first.metas[output.id])
         )
+        for index in results:
+            layout = made.out_layouts[index]
+            extremes = [op for op in layout.partials.values() if op in ("max", "min")]  # type: ignore[union-attr]
+            if extremes:
+                raise ArgumentError(
+                    explain(
+                        f"a gradient through result {index} of {self.name}, a Partial({extremes[0]!r})",
+                        rule="which rank holds the extreme value is not a smooth choice",
+                        remedy="detach it, or take the extreme inside, of a detached value",
+                    )
+                )
         return inputs, results
 
     def _trace_pullback(self, signature: Signature) -> Pullback:
@@ -454,7 +490,7 @@ class ShardMapped:
         paths = [made.paths[index] for index in tensors] + ["cotangent"] * len(cotangents)
         varying = [_varying(layout) for layout in layouts]
         traced = trace_mapped(joint, self.mesh.abstract, self._axes, layouts, metas, varying, paths)
-        forward, backward = compile_pullback(self, traced, len(tensors), len(first.outputs))
+        forward, backward, shared = compile_pullback(self, traced, len(tensors), len(first.outputs))
         return Pullback(
             traced,
             self._hidden(traced),
@@ -466,6 +502,7 @@ class ShardMapped:
             made.paths,
             inputs,
             results,
+            shared,
         )
 
     def _product(
@@ -479,23 +516,30 @@ class ShardMapped:
     ) -> list[Any]:
         """All results of fn, then the gradients of the arguments number `inputs`; tensors are local."""
         mapped = current_map("shard_map")
+        parts = [1] * len(results)
 
         def some(*chosen: Tensor) -> Any:
             filled = list(arguments)
             for index, value in zip(inputs, chosen, strict=True):
                 filled[index] = value
             outputs, _ = _tree.flatten(self._arguments.call(signature, filled))
-            # A result is as varying as its spec says, and so is its cotangent.
-            for index, layout in zip(results, layouts, strict=True):
+            # A result is as varying as its spec says, and so is its cotangent. What varies beyond that
+            # (check=False) is one value all the same, and an average divides by the ranks: a rank's
+            # copy or contribution gets that part of the cotangent.
+            for number, (index, layout) in enumerate(zip(results, layouts, strict=True)):
                 assert isinstance(layout, Layout)
-                missing = [axis for axis in layout.spec if axis not in mapped.over(outputs[index])]
-                outputs[index] = pvary(outputs[index], missing)
+                over = mapped.over(outputs[index])
+                shared = [axis for axis in self._axes if axis in over and axis not in layout.spec]
+                shared += [axis for axis, op in layout.partials.items() if op == "avg"]
+                parts[number] = mapped.size(shared)
+                outputs[index] = pvary(outputs[index], [axis for axis in layout.spec if axis not in over])
             return tuple(outputs[index] for index in results), outputs
 
         _, vjp, outputs = torch.func.vjp(  # pyright: ignore[reportAssignmentType] - with has_aux there are 3
             some, *(arguments[index] for index in inputs), has_aux=True
         )
-        return [*outputs, *vjp(tuple(cotangents))]
+        given = [ct if part == 1 else ct / part for ct, part in zip(cotangents, parts, strict=True)]
+        return [*outputs, *vjp(tuple(given))]
 
     def product(self, signature: Signature, tensors: Sequence[Tensor]) -> tuple[ShardMapped, Signature]:
         """The vector-Jacobian product as a mapped function of arguments and cotangents, and its signature."""

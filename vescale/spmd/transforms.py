@@ -17,6 +17,7 @@ from .. import _tree
 from .._errors import ArgumentError, explain
 from .placements import P
 from .program.trace import Mark, Pin, Tracing, current_trace
+from .varying import joined
 
 # The index points into the constraints of the trace; the op is the identity and leaves no trace at run time.
 _library = torch.library.Library("vescale", "FRAGMENT")
@@ -233,9 +234,8 @@ class _Remat(torch.autograd.Function):
                 filled[index] = value
             return ctx.run(*filled)
 
-        outputs, vjp = torch.func.vjp(  # pyright: ignore[reportAssignmentType] - without has_aux there are 2
-            some, *(tensors[index] for index in chosen)
-        )
+        both: Any = joined(lambda: torch.func.vjp(some, *(tensors[index] for index in chosen)))
+        outputs, vjp = both
         given = tuple(
             torch.zeros_like(output) if gradient is None else gradient
             for output, gradient in zip(outputs, gradients, strict=True)

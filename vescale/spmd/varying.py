@@ -148,6 +148,15 @@ def within(mapped: Mapped, call: Callable[[], T]) -> T:
         _current.reset(token)
 
 
+def joined(call: Callable[[], T]) -> T:
+    """`call()` with joins put in, where a backward runs it: torch turns the mode off around autograd."""
+    mapped = _current.get()
+    if mapped is None:
+        return call()
+    with _Join(mapped):
+        return call()
+
+
 class _Join(TorchFunctionMode):
     """Makes the operands of every torch function vary over the same axes."""
 

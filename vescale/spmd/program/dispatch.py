@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..._compat import OpOverload, is_mutable, view_source, written_arguments
+from ..._compat import OpOverload, functional_form, is_mutable, view_source, written_arguments
 from ..._errors import ArgumentError, ShardingError, explain
 from ..boundary import Static, enter, leave
 from ..dtensor import DTensor
@@ -70,6 +70,10 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an op on DTensors, plain tensors (global values) and static arguments."""
     if foreach.is_foreach(func):
         return foreach.run(func, args, kwargs)
+    if isinstance(kwargs.get("out"), DTensor):  # torch's optimizers write a running maximum so
+        form, rest = functional_form(func), {name: value for name, value in kwargs.items() if name != "out"}
+        if form is not None:
+            return kwargs["out"].copy_(form(*args, **rest))
     tensors: list[torch.Tensor] = []
     skeleton = _skeleton((args, kwargs), tensors)
     mesh = _mesh(func, tensors)

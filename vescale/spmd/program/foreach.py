@@ -27,7 +27,7 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     name = _NAMES.get(base, base)
     if "Scalar" in overload_name(func):
         name = _NAMES_WITH_NUMBERS.get(base, name)
-    op = getattr(aten, name + ("_" if is_mutable(func) else ""))
+    op, in_place = getattr(aten, name), getattr(aten, f"{name}_", None)
     if overload_name(func) == "Tensor" and base in _NAMED:  # the numbers are the elements of a tensor
         args = (*args[:-1], [number.item() for number in args[-1].unbind()])
     position, keyword = _NAMED.get(base, (len(args), ""))
@@ -35,5 +35,10 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     for index in range(next(len(arg) for arg in args if isinstance(arg, (list, tuple)))):
         element = [arg[index] if isinstance(arg, (list, tuple)) else arg for arg in args]
         named = dict(zip((keyword,), element[position:]), **kwargs)
-        results.append(op(*element[:position], **named))
+        if not is_mutable(func):
+            results.append(op(*element[:position], **named))
+        elif in_place is not None:
+            in_place(*element[:position], **named)
+        else:  # maximum has no form in place
+            element[0].copy_(op(*element[:position], **named))
     return None if is_mutable(func) else results

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..._compat import FakeTensorMode, OpOverload, is_mutable, overload_name, view_source, written_arguments
+from ..._compat import FakeTensorMode, OpOverload, functional_form, is_mutable, view_source, written_arguments
 from ..._errors import TraceError, explain
 from ..rules.random import refused
 from .ir import Graph, Node, Ref, TensorMeta, map_args
@@ -105,9 +105,8 @@ class _Walk:
 
     def form(self, node: Node) -> OpOverload:
         """The op that computes out of place what this one writes."""
-        packet = getattr(aten, node.op.overloadpacket.__name__.removesuffix("_"), None)
-        form = getattr(packet, overload_name(node.op), None) if packet is not None else None
-        if form is None or node.op.namespace != "aten" or is_mutable(form):
+        form = functional_form(node.op)
+        if form is None:
             raise self.refuse(node, f"{node.op} has no form out of place")
         return form
 

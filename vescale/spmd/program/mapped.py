@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._compat import view_source
 from ..._errors import TraceError, explain
 from ..collective_ops import OPS
 from ..layout import AbstractMesh, Layout
@@ -29,7 +30,7 @@ from ..varying import Apart, Lockstep, Mapped, within
 from .cleanup import cleanup
 from .constants import fill_by_shape
 from .emit import Call, Exchange, Instruction
-from .ir import Graph, Node, TensorMeta
+from .ir import Graph, Node, Ref, TensorMeta
 from .trace import Tracing, trace
 
 aten = torch.ops.aten
@@ -66,6 +67,10 @@ class MappedTrace:
             for variant in self.variants.values()
             for line in str(variant.graph).splitlines()
         ]
+
+    def shared(self) -> tuple[int, ...]:
+        """The outputs that may share memory with something, on any rank."""
+        return tuple(sorted({index for v in self.variants.values() for index in shared_outputs(v.graph)}))
 
     @property
     def first(self) -> Variant:
@@ -230,6 +235,36 @@ def local_instruction(node: Node, mesh: AbstractMesh, rank: int) -> Instruction:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def shared_outputs(graph: Graph, also: Sequence[int] = ()) -> tuple[int, ...]:
+    """The outputs that may be memory of an input, of an earlier output, or of the values `also`."""
+    roots: dict[int, int] = {}
+    for node in graph.nodes:
+        kept = collective_name(node) in ("own_slice", "root_only")
+        source = 0 if kept or node.op is aten._unsafe_view.default else view_source(node.op)
+        if source is not None and isinstance(node.args[source], Ref):
+            parent: int = node.args[source].id
+            for out in node.outs:
+                if out is not None:
+                    roots[out] = roots.get(parent, parent)
+    taken = {*graph.inputs, *(value for value, _ in graph.hidden), *(roots.get(v, v) for v in also)}
+    shared = []
+    for index, output in enumerate(graph.outputs):
+        if isinstance(output, Ref):
+            root = roots.get(output.id, output.id)
+            if root in taken:
+                shared.append(index)
+            taken.add(root)
+    return tuple(shared)
+
+
+def own(results: Sequence[list[Any]], shared: Sequence[int]) -> Sequence[list[Any]]:
+    """Results with memory of their own: what a caller may write to is nobody else's."""
+    for values in results:
+        for index in shared:
+            values[index] = values[index].clone()
+    return results
 
 
 def member_index(mesh: AbstractMesh, axes: Sequence[str], rank: int) -> int:
