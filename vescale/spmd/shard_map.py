@@ -21,7 +21,8 @@ from .agree import digest
 from .boundary import Static, enter, leave
 from .closure import Getter, Guard, closed_over, getters
 from .collective_ops import pvary
-from .dtensor import DTensor
+from .dtensor import DTensor, from_local
+from .dynamic_map import run_dynamic
 from .layout import Layout
 from .mapped_call import call_in_trace, handle_of
 from .mesh import Mesh
@@ -48,6 +49,7 @@ def shard_map(
     axis_names: Sequence[str] | None = None,
     check: bool = True,
     redistribute: bool = False,
+    static: bool = True,
 ) -> Any:
     """Map `fn` over the shards of its arguments: every rank of `mesh` runs it on its own part.
 
@@ -68,6 +70,8 @@ def shard_map(
 
     `axis_names`: the axes that are mapped (all, by default); values are whole over the others.
     `redistribute`: move DTensors to the layouts of their specs; otherwise one in another layout is an error.
+    `static=False`: run op by op on real values (control flow on values, prints, breakpoints), with the same
+    bits; gradients are then taken inside only.
 
     Raises, before any communication: ArgumentError when a spec does not fit its tree, or a dim does not
     divide into a ragged spec; ShardingError when a result varies over an axis that its spec leaves
@@ -92,8 +96,9 @@ def shard_map(
             axis_names=axis_names,
             check=check,
             redistribute=redistribute,
+            static=static,
         )
-    return ShardMapped(fn, mesh, in_specs, out_specs, axis_names, check, redistribute)
+    return ShardMapped(fn, mesh, in_specs, out_specs, axis_names, check, redistribute, static)
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class ShardMapped:
         axis_names: Sequence[str] | None,
         check: bool,
         redistribute: bool = False,
+        static: bool = True,
     ) -> None:
         if not callable(fn):
             raise ArgumentError(
@@ -132,6 +138,7 @@ class ShardMapped:
                 )
             )
         self._fn, self.mesh, self._check, self._redistribute = fn, mesh, check, redistribute
+        self._static = static
         self.name = getattr(fn, "__qualname__", type(fn).__name__)
         self._axes = tuple(mesh.axis_names if axis_names is None else axis_names)
         for axis in self._axes:
@@ -152,6 +159,8 @@ class ShardMapped:
         signature = self._arguments.bind(args, kwargs)
         if self._redistribute:
             signature = self._moved(signature)
+        if not self._static:
+            return self._run_dynamic(signature)
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, Tensor)]
         below = False
         if inside_functorch():
@@ -170,6 +179,49 @@ class ShardMapped:
         entry = self._entry(signature)
         results = own(self.run(entry, entry.program, signature.leaves), entry.shared)
         return _tree.unflatten(entry.out_spec, leave(self.mesh, results, entry.out_layouts))
+
+    def _run_dynamic(self, signature: Signature) -> Any:
+        """The mapped function on real values: see `dynamic_map`."""
+        tensors = [leaf for leaf in signature.leaves if isinstance(leaf, Tensor)]
+        followed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if followed or inside_functorch() or current_trace() is not None:
+            raise ArgumentError(
+                explain(
+                    f"{self.name}, with static=False, inside a transform or of arguments that require grad",
+                    where=f"shard_map of {self.name}",
+                    rule="a function that runs on real values is not traced: gradients are taken inside",
+                    remedy="use vs.grad inside the mapped function, or static=True",
+                )
+            )
+        paths = signature.paths()
+        layouts = self._layouts(signature, paths)
+        inputs = enter(
+            self.mesh,
+            signature.leaves,
+            layouts,
+            (),
+            lambda index, leaf, layout: self._mismatch(paths[index], leaf, layout),
+        )
+        trees: list[Any] = []
+
+        def flat(values: list[Tensor]) -> list[Any]:
+            results, spec = _tree.flatten(self._arguments.call(signature, values))
+            trees.append(spec)
+            return results
+
+        varying = [_varying(layout) for layout in layouts if layout is not None]
+        results, types = run_dynamic(flat, self.mesh, self._axes, inputs, varying)
+        tree = _tree.unflatten(trees[0], range(len(types)))
+        leaves = []
+        named = zip(_tree.paths(tree), self._specs.of_results(tree), types, strict=True)
+        for index, (path, spec, varies) in enumerate(named):
+            parts = [values[index] for values in results]
+            if isinstance(parts[0], Tensor):
+                self._check_varies(path or "the result", spec, varies)
+                leaves.append(from_local([part.detach().clone() for part in parts], self.mesh, spec))
+            else:
+                leaves.append(parts[0])
+        return _tree.unflatten(trees[0], leaves)
 
     def collectives(self, *args: Any, **kwargs: Any) -> Collectives:
         """The collectives that a call with arguments like these makes, as a table; nothing runs."""
@@ -353,9 +405,9 @@ class ShardMapped:
             )
         return tuple(layouts)
 
-    def _out_layout(self, traced: MappedTrace, index: int, path: str, spec: P) -> Layout:
+    def _check_varies(self, path: str, spec: P, varies: frozenset[str]) -> None:
+        """A result must not vary over an axis that its spec leaves out, unless told so."""
         said = {axis for axis, placement in spec.items() if not isinstance(placement, Replicate)}
-        varies = frozenset[str]().union(*(variant.varying[index] for variant in traced.variants.values()))
         left = [
             axis for axis in self._axes if axis in varies - said and self.mesh.abstract.axis_size(axis) > 1
         ]
@@ -369,6 +421,10 @@ class ShardMapped:
                     remedy=f"vs.psum over {left[0]!r}, or say in out_specs how the parts make the whole",
                 )
             )
+
+    def _out_layout(self, traced: MappedTrace, index: int, path: str, spec: P) -> Layout:
+        varies = frozenset[str]().union(*(variant.varying[index] for variant in traced.variants.values()))
+        self._check_varies(path, spec, varies)
 
         def local(rank: int) -> tuple[int, ...]:
             graph = traced.variant(rank).graph

@@ -296,7 +296,7 @@ def bind_all(traced: MappedTrace, mesh: Mesh, graphs: Callable[[Variant], Graph]
 def bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Collective:
     axes = tuple(node_of(mesh.local_ranks[0])[0].args[1])
     if not mesh.is_simulated:
-        return _bind(*node_of(mesh.rank), mesh[axes])
+        return bind_node(*node_of(mesh.rank), mesh[axes])
     inside = make_mesh(
         {axis: mesh.abstract.axis_size(axis) for axis in mesh.axis_names if axis in axes}, backend="simulated"
     )
@@ -304,7 +304,7 @@ def bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Col
     for rank in range(mesh.size):
         members = group_ranks(mesh.abstract, axes, rank)
         if members not in groups:
-            groups[members] = _bind(*node_of(members[0]), inside)
+            groups[members] = bind_node(*node_of(members[0]), inside)
 
     def exchange(locals: Sequence[Tensor]) -> list[Tensor]:
         results: list[Any] = [None] * len(locals)
@@ -316,7 +316,7 @@ def bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Col
     return exchange
 
 
-def _bind(node: Node, graph: Graph, group: Mesh) -> Collective:
+def bind_node(node: Node, graph: Graph, group: Mesh) -> Collective:
     """The collective over a group of ranks, a mesh of its own."""
     name, shape = collective_name(node), graph.metas[node.args[0].id].shape
     axes = tuple(node.args[1])

@@ -110,7 +110,7 @@ def trace(
     recorder = _Recorder(fake_mode, fakes, paths, tracing)
     tracing.marks = {id(fake): mark for fake, mark in zip(fakes, marks, strict=False) if mark is not None}
     if tracing.observer is not None:
-        tracing.observer.line = lambda: recorder.line or _user_line()
+        tracing.observer.line = lambda: recorder.line or user_line()
         tracing.observer.inputs(fakes)
     token = _current.set(tracing)
     try:
@@ -157,7 +157,7 @@ class _Recorder(TorchDispatchMode):
         if self.wrote:  # torch counts the version up when the op has returned
             self.check_inputs()
             self.wrote = ""
-        self.line = _user_line()
+        self.line = user_line()
         args, kwargs = self.lift(args), {name: self.lift(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         if is_mutable(func):
@@ -189,7 +189,7 @@ class _Recorder(TorchDispatchMode):
                     raise TraceError(
                         explain(
                             f"a closed-over {type(value).__name__}",
-                            where=_user_line(),
+                            where=user_line(),
                             rule="a function closes over plain tensors, which are the global value",
                             remedy="pass it as an argument",
                         )
@@ -264,7 +264,7 @@ class _Recorder(TorchDispatchMode):
         )
 
 
-def _user_line() -> str:
+def user_line() -> str:
     """file:line of the innermost frame that is neither torch's nor ours."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -283,7 +283,7 @@ def _data_dependent(recorder: _Recorder, error: BaseException) -> TraceError:
     return TraceError(
         explain(
             f"the value of a traced tensor, or a shape made of one, is needed ({str(error).splitlines()[0]})",
-            where=recorder.line or _user_line(),
+            where=recorder.line or user_line(),
             rule="a function is traced without values: Python's if, while, int(), float() and .item() "
             "can't see a tensor, and shapes are static",
             remedy="use torch.where or a mask, or pass the number as a static Python argument",
