@@ -30,6 +30,7 @@ from .mapped import (
     collective_name,
     exchanges_of,
     local_instruction,
+    same,
 )
 from .partition import Compute, Map, Move, Partitioned
 
@@ -253,11 +254,7 @@ def _inline(
         moved = replace(node, args=map_args(node.args, rename), kwargs=kwargs, outs=outs)
         yield local_instruction(moved, mesh, rank)
     for output, number in zip(tensors, step.results, strict=True):
-        yield Call(_same, (rename(output),), {}, (number,), False, step.origin)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+        yield Call(same, (rename(output),), {}, (number,), False, step.origin)
 
 
 def source_of(partitioned: Partitioned, rank: int) -> str:
