@@ -51,6 +51,14 @@ def enter(
     return inputs
 
 
+def own(results: Sequence[list[Any]], shared: Sequence[int]) -> Sequence[list[Any]]:
+    """Results with memory of their own: what a caller may write to is nobody else's."""
+    for values in results:
+        for index in shared:
+            values[index] = values[index].clone()
+    return results
+
+
 def leave(mesh: Mesh, results: Sequence[Sequence[Any]], layouts: Sequence[Layout | Static]) -> list[Any]:
     """The outputs of the hosted ranks as DTensors, and static results as they are."""
     return [

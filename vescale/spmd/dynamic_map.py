@@ -16,10 +16,10 @@ from torch import Tensor
 from .._compat import TorchDispatchMode
 from .agree import exchange
 from .collective_ops import OPS
-from .mesh import Mesh, group_ranks, make_mesh
+from .mesh import Mesh, group_ranks
 from .program.emit import Call
 from .program.ir import Graph, Node, Origin, Ref, TensorMeta
-from .program.mapped import LOCAL, bind_node, local_instruction, member_index
+from .program.mapped import LOCAL, bind_node, group_mesh, local_instruction, member_index
 from .program.trace import user_line
 from .varying import Lockstep, Mapped, within
 
@@ -106,10 +106,7 @@ class _Runner(TorchDispatchMode):
             return bind_node(node, graph, mapped.world[axes])([x])[0]
         values = mapped.lockstep.meet(mapped.place, f"{name} over {', '.join(axes)}", x, mapped.line())
         members = group_ranks(mapped.mesh, axes, mapped.rank)
-        inside = make_mesh(
-            {axis: mapped.mesh.axis_size(axis) for axis in mapped.mesh.axis_names if axis in axes},
-            backend="simulated",
-        )
+        inside = group_mesh(mapped.mesh, axes)
         parts = [values[tuple(mapped.mesh.coordinate(member).items())] for member in members]
         return bind_node(node, graph, inside)(parts)[members.index(mapped.rank)]
 

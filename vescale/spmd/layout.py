@@ -123,13 +123,6 @@ class Layout:
         """The canonical placement over `axis`."""
         return self.spec[axis]
 
-    @property
-    def is_regular(self) -> bool:
-        """Whether every split is a digit (so even), or there is none."""
-        return all(
-            axis in self.digits or isinstance(placement, Partial) for axis, placement in self.spec.items()
-        )
-
     def index_sets(self, rank: int) -> tuple[tuple[Interval, ...], ...]:
         """For each dim the intervals of global indices that `rank` has before the ragged split."""
         coordinate = self.mesh.coordinate(rank)

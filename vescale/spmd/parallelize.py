@@ -17,7 +17,7 @@ from .. import _tree
 from .._errors import ArgumentError, PlanError, explain
 from . import rules as _rules  # noqa: F401  (registers them)
 from .agree import digest, give_up
-from .boundary import Static, enter, leave
+from .boundary import Static, enter, leave, own
 from .closure import Getter, Guard, getters
 from .dtensor import DTensor
 from .layout import Layout, replicated
@@ -201,10 +201,7 @@ class Parallelized:
                 leaves[index].donate(
                     f"argument {decision.paths[index]!r} of call {self._calls} of {self._name}"
                 )
-        results = entry.program(inputs)
-        for values in results:
-            for index in decision.aliases:  # what a caller's plain tensor holds is not ours to share
-                values[index] = values[index].clone()
+        results = own(entry.program(inputs), decision.aliases)
         outputs = leave(mesh, results, decision.out_layouts)
         return _tree.unflatten(decision.out_spec, outputs)
 
@@ -218,7 +215,8 @@ class Parallelized:
             give_up(mesh, error)
             raise
         if not mesh.is_simulated:
-            agree(mesh, self._record(signature, decision), as_lines(decision.partitioned, decision.graph))
+            lines = as_lines(decision.partitioned, decision.graph)
+            agree(mesh, self._record(signature, decision, lines), lines)
         modules = [module for root in decision.modules for module in root.modules()]
         if len(self._guards) > 256:
             self._guards.clear()
@@ -412,7 +410,7 @@ class Parallelized:
         guard = self._guards.get(key)
         return guard.state() if guard is not None else ()
 
-    def _record(self, signature: Signature, decision: Decision) -> Record:
+    def _record(self, signature: Signature, decision: Decision, lines: Sequence[str]) -> Record:
         leaves = dict(zip(decision.paths, signature.leaves, strict=True))
         shown = {
             path: f"{type(leaf).__name__} {TensorMeta.of(leaf)} {layout.spec}"
@@ -429,8 +427,7 @@ class Parallelized:
             f"closed-over tensor {number}": digest(tensor)
             for number, (_, tensor) in enumerate(decision.graph.hidden)
         }
-        lines = checksums(as_lines(decision.partitioned, decision.graph))
-        return Record(self._calls, self._name, shown, sequence(decision.partitioned), lines, plain)
+        return Record(self._calls, self._name, shown, sequence(decision.partitioned), checksums(lines), plain)
 
 
 def _owner(path: str, parameters: dict[str, Any]) -> Any:

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from .. import _tree
 from .._compat import base_tensor
-from .boundary import Static, leave
+from .boundary import Static, leave, own
 from .closure import Getter
 from .collective_ops import differentiable
 from .dtensor import DTensor, place
 from .layout import Layout
 from .placements import P, Partial
 from .program.ir import Graph, Ref, refs_of
-from .program.mapped import MappedTrace, Variant, own, shared_outputs
+from .program.mapped import MappedTrace, Variant, shared_outputs
 from .program.program import Program, compile_mapped
 from .signature import Signature
 

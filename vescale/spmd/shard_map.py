@@ -18,7 +18,7 @@ from .. import _tree
 from .._compat import FakeTensor, base_tensor, inside_functorch, is_batched
 from .._errors import ArgumentError, LayoutError, ShardingError, VescaleError, explain
 from .agree import digest
-from .boundary import Static, enter, leave
+from .boundary import Static, enter, leave, own
 from .closure import Getter, Guard, closed_over, getters
 from .collective_ops import pvary
 from .dtensor import DTensor, from_local
@@ -30,7 +30,7 @@ from .placements import P, Replicate
 from .program.agreement import Record, agree, checksums
 from .program.cache import CacheInfo, ProgramCache
 from .program.ir import Ref, TensorMeta
-from .program.mapped import MappedTrace, own, rank_at, trace_mapped
+from .program.mapped import MappedTrace, rank_at, trace_mapped
 from .program.program import Collectives, Program, collectives_of, compile_mapped
 from .program.trace import current_trace
 from .pullback import Pullback, call, compile_pullback, cotangent_layout, differentiable
@@ -163,14 +163,14 @@ class ShardMapped:
             return self._run_dynamic(signature)
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, Tensor)]
         below = False
+        if inside_functorch() or current_trace() is not None:
+            self._check_transforms(tensors)
         if inside_functorch():
             # Under torch.func: what the arguments are is below its wrappers.
             wrapped = [base_tensor(tensor) for tensor in tensors]
             below = any(base is not tensor for base, tensor in zip(wrapped, tensors, strict=True))
-            self._check_transforms(tensors)
             signature = self._arguments.with_tensors(signature, wrapped) if below else signature
         if current_trace() is not None:
-            self._check_transforms(tensors)
             return call_in_trace(self, signature, tensors)
         if below:
             return call(self, signature, tensors)

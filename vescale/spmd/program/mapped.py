@@ -260,14 +260,6 @@ def shared_outputs(graph: Graph, also: Sequence[int] = ()) -> tuple[int, ...]:
     return tuple(shared)
 
 
-def own(results: Sequence[list[Any]], shared: Sequence[int]) -> Sequence[list[Any]]:
-    """Results with memory of their own: what a caller may write to is nobody else's."""
-    for values in results:
-        for index in shared:
-            values[index] = values[index].clone()
-    return results
-
-
 def member_index(mesh: AbstractMesh, axes: Sequence[str], rank: int) -> int:
     """The place of `rank` among the members of its group over `axes`, the first named outermost."""
     coordinate, index = mesh.coordinate(rank), 0
@@ -298,9 +290,7 @@ def bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Col
     axes = tuple(node_of(mesh.local_ranks[0])[0].args[1])
     if not mesh.is_simulated:
         return bind_node(*node_of(mesh.rank), mesh[axes])
-    inside = make_mesh(
-        {axis: mesh.abstract.axis_size(axis) for axis in mesh.axis_names if axis in axes}, backend="simulated"
-    )
+    inside = group_mesh(mesh.abstract, axes)
     groups: dict[tuple[int, ...], Collective] = {}
     for rank in range(mesh.size):
         members = group_ranks(mesh.abstract, axes, rank)
@@ -315,6 +305,12 @@ def bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Col
         return results
 
     return exchange
+
+
+def group_mesh(mesh: AbstractMesh, axes: Sequence[str]) -> Mesh:
+    """The members of one group over `axes` as a simulated mesh of their own."""
+    sizes = {axis: mesh.axis_size(axis) for axis in mesh.axis_names if axis in axes}
+    return make_mesh(sizes, backend="simulated")
 
 
 def bind_node(node: Node, graph: Graph, group: Mesh) -> Collective:
