@@ -8,10 +8,11 @@ __version__ = "0.1.0"
 
 # isort: off
 # random numbers and optimizers
-from . import optim, rng
+from . import fsdp, optim, rng
 from ._errors import VescaleError
 from .spmd.distribute import distribute
 from .spmd.dtensor import DTensor, distribute_tensor, from_local, from_torch
+from .spmd.tensor_group import TensorGroup
 from .spmd.redistribute_many import redistribute_many
 from .spmd.program.dispatch import no_implicit_redistribute
 
@@ -34,6 +35,9 @@ from .spmd.placements import (
 
 # plans and programs
 from .spmd.plan import Plan, Staged
+
+# fully sharded parameters
+from .fsdp import FSDP, Elements, Rows, Tile, Whole
 
 # functions on local shards, and what they communicate
 from .spmd.shard_map import shard_map
@@ -59,6 +63,8 @@ from .spmd.transforms import constrain, grad, remat, value_and_grad, vmap
 
 __all__ = [
     "DTensor",
+    "Elements",
+    "FSDP",
     "InterleavedShard",
     "Layout",
     "Mesh",
@@ -67,10 +73,14 @@ __all__ = [
     "Plan",
     "RaggedShard",
     "Replicate",
+    "Rows",
     "Shard",
     "Staged",
     "StridedRaggedShard",
+    "TensorGroup",
+    "Tile",
     "VescaleError",
+    "Whole",
     "all_gather",
     "all_gather_ragged",
     "all_to_all",
@@ -83,6 +93,7 @@ __all__ = [
     "distribute_tensor",
     "from_local",
     "from_torch",
+    "fsdp",
     "grad",
     "make_mesh",
     "no_implicit_redistribute",

@@ -230,7 +230,7 @@ class Parallelized:
     def _decide(self, signature: Signature) -> Decision:
         plan, mesh = self._plan, self._plan.mesh
         paths, tensors = signature.paths(), signature.tensors()
-        layouts, marks = self._layouts(signature, paths)
+        layouts, marks, buckets = self._layouts(signature, paths)
         out_spec: list[_tree.TreeSpec] = []
 
         def flat(values: list[torch.Tensor]) -> list[Any]:
@@ -260,6 +260,13 @@ class Parallelized:
             value for value, index in zip(graph.inputs, tensors, strict=True) if marks[index] is not None
         )
         partitioned = partition(graph, mesh.abstract, [*known, *hidden], wishes, parameters, names, results)
+        if plan.fsdp and buckets:
+            numbers = {
+                mark.name: number
+                for number, index in zip(partitioned.inputs, tensors)
+                if (mark := marks[index]) is not None
+            }
+            partitioned = plan.fsdp.schedule(partitioned, buckets, numbers)
         out_layouts = tuple(
             Static(output) if number is None else partitioned.values[number].layout
             for output, number in zip(graph.outputs, partitioned.outputs, strict=True)
@@ -289,8 +296,8 @@ class Parallelized:
 
     def _layouts(
         self, signature: Signature, paths: list[str]
-    ) -> tuple[list[Layout | None], list[Mark | None]]:
-        """The layout of each leaf on entry, and the marks of parameters."""
+    ) -> tuple[list[Layout | None], list[Mark | None], tuple[Any, ...]]:
+        """The layout of each leaf on entry, the marks of parameters, and those that move together."""
         plan, mesh = self._plan, self._plan.mesh
         plan.check_inputs(paths)
         prefix = f"{plan.params_arg}."
@@ -300,7 +307,7 @@ class Parallelized:
             if (path.startswith(prefix) or path == plan.params_arg)
             and isinstance(signature.leaves[index], torch.Tensor)
         }
-        if plan.params and not own:
+        if (plan.params or plan.fsdp) and not own:
             raise PlanError(
                 explain(
                     f"params rules, and no tensor in an argument {plan.params_arg!r}",
@@ -311,9 +318,7 @@ class Parallelized:
                     else "pass the parameters as an argument",
                 )
             )
-        resolved = plan.resolve_shapes(
-            list(own.values()), [tuple(signature.leaves[index].shape) for index in own]
-        )
+        resolved = plan.resolve_leaves(list(own.values()), [signature.leaves[index] for index in own])
         parameters = dict(zip(own, resolved, strict=True))
         by_path = {entry.path: entry for entry in resolved}
         layouts: list[Layout | None] = []
@@ -327,7 +332,7 @@ class Parallelized:
             if index in parameters:
                 entry = parameters[index]
                 wanted = entry.rest
-                marks[index] = Mark(entry.path, entry.run, entry.rest)
+                marks[index] = Mark(entry.path, entry.run, entry.rest, entry.run_dtype, entry.reduce_dtype)
             elif (spec := plan.input_spec(path)) is not None:
                 wanted = Layout(mesh.abstract, spec, shape)
             elif not isinstance(leaf, DTensor):
@@ -342,7 +347,7 @@ class Parallelized:
                     raise self._mismatch(path, leaf, wanted)
                 wanted = leaf.layout
             layouts.append(wanted)
-        return layouts, marks
+        return layouts, marks, resolved.buckets
 
     def _mismatch(self, path: str, leaf: DTensor, wanted: Layout | None) -> PlanError:
         if leaf.mesh is not self._plan.mesh:

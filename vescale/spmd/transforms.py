@@ -16,7 +16,7 @@ import torch
 from .. import _tree
 from .._errors import ArgumentError, explain
 from .placements import P
-from .program.trace import Mark, Pin, Tracing, current_trace
+from .program.trace import Mark, Pin, Tracing, current_trace, gradient_of
 from .varying import joined
 
 # The index points into the constraints of the trace; the op is the identity and leaves no trace at run time.
@@ -84,6 +84,18 @@ def _pin(tracing: Tracing, x: torch.Tensor, pin: Pin, transpose: bool) -> torch.
     return _Constrain.apply(x, index, index if transpose else -1)  # type: ignore[return-value]
 
 
+def _in_use(tracing: Tracing, parameter: torch.Tensor, mark: Mark) -> torch.Tensor:
+    """The parameter where it is used; a cast comes first, so that fewer bytes move."""
+    cast = parameter if mark.run_dtype is None else parameter.to(mark.run_dtype)
+    return _pin(tracing, cast, Pin(mark.run, mark.name), transpose=False)
+
+
+def _at_rest(tracing: Tracing, gradient: torch.Tensor, mark: Mark, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient where the parameter rests, reduced in the dtype that the mark says."""
+    sent = gradient.to(mark.reduce_dtype or dtype)
+    return _pin(tracing, sent, Pin(mark.rest, gradient_of(mark.name)), transpose=False).to(dtype)
+
+
 def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
     """A function that returns fn's value and its gradient with respect to the argument `argnums`.
 
@@ -101,7 +113,7 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
     def transformed(*args: Any, **kwargs: Any) -> Any:
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         leaves, spec = _tree.flatten(tuple(args[position] for position in positions))
-        tracing = current_trace()
+        tracing, given = current_trace(), leaves
         marks: list[Mark | None] = [None] * len(leaves)
         if tracing is not None:
             marks = [tracing.marks.get(id(leaf)) for leaf in leaves]
@@ -127,7 +139,7 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
         outer_region = tracing.region if tracing else ""
         if tracing is not None:
             leaves = [
-                leaf if mark is None else _pin(tracing, leaf, Pin(mark.run, mark.name), transpose=False)
+                leaf if mark is None else _in_use(tracing, leaf, mark)
                 for leaf, mark in zip(leaves, marks, strict=True)
             ]
             tracing.region = "forward"
@@ -138,10 +150,8 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
                 tracing.region = outer_region
         if tracing is not None:
             gradients = [
-                gradient
-                if mark is None
-                else _pin(tracing, gradient, Pin(mark.rest, f"gradient of {mark.name}"), transpose=False)
-                for gradient, mark in zip(gradients, marks, strict=True)
+                gradient if mark is None else _at_rest(tracing, gradient, mark, leaf.dtype)
+                for gradient, mark, leaf in zip(gradients, marks, given, strict=True)
             ]
         gradient = _tree.unflatten(spec, gradients)
         if has_aux:

@@ -9,7 +9,7 @@ from typing import Any
 from ..redistribute import bind_local
 from ..rules.notation import LocalCall
 from .ir import Origin, Ref, map_args
-from .partition import Compute, Move, Partitioned
+from .partition import Compute, Local, Move, Partitioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,11 @@ class Exchange:
 Instruction = Call | Exchange
 
 
-def emit(step: Compute | Move, partitioned: Partitioned, rank: int) -> Instruction:
+def emit(step: Compute | Move | Local, partitioned: Partitioned, rank: int) -> Instruction:
     """The instruction of `rank` for a step."""
+    if isinstance(step, Local):
+        operands = tuple(Ref(number) for number in step.operands)
+        return Call(step.make(rank), operands, {}, step.results, True, step.origin)
     if isinstance(step, Move):
         if step.step.is_collective:
             return Exchange(step.source, step.target, step.origin)

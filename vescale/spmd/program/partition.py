@@ -86,6 +86,26 @@ class Map:
 
 
 @dataclass(frozen=True, slots=True)
+class Local:
+    """Run a function of a rank's local values that is no ATen call: what passes put into a program.
+
+    `make(rank)` is the function of that rank: operands -> list of results. Results may be memory of
+    operands with `shares`; with `writes` the first operand is overwritten, and is the first result.
+    """
+
+    name: str
+    make: Callable[[int], Callable[..., list[Any]]]
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    origin: Origin
+    shares: bool = False
+    writes: bool = False
+
+
+AnyStep = Compute | Move | Map | Local
+
+
+@dataclass(frozen=True, slots=True)
 class LocalValue:
     """One layout of a global value."""
 
@@ -99,7 +119,7 @@ class Partitioned:
 
     mesh: AbstractMesh
     inputs: tuple[int, ...]
-    steps: tuple[Compute | Move | Map, ...]
+    steps: tuple[AnyStep, ...]
     outputs: tuple[int | None, ...]  # None for a static result
     values: tuple[LocalValue, ...]
     unruled: tuple[Node, ...]  # nodes without a rule: they run whole on every rank
@@ -154,7 +174,7 @@ class _Walk:
             refs_of(graph.outputs)
         )
         self.values: list[LocalValue] = []
-        self.steps: list[Compute | Move | Map] = []
+        self.steps: list[AnyStep] = []
         self.unruled: list[Node] = []
         self.makers: dict[int, Node] = {}
         self.made: dict[
@@ -182,7 +202,7 @@ class _Walk:
         return Partitioned(
             self.mesh,
             tuple(numbers),
-            _live(self.steps, results),
+            live(self.steps, results),
             tuple(results),
             tuple(self.values),
             tuple(self.unruled),
@@ -585,12 +605,12 @@ class _Walk:
         return self.metas[value].nbytes / math.prod(others)
 
 
-def _live(
-    steps: Sequence[Compute | Move | Map], outputs: Sequence[int | None]
-) -> tuple[Compute | Move | Map, ...]:
+def live(
+    steps: Sequence[AnyStep], outputs: Sequence[int | None]
+) -> tuple[AnyStep, ...]:
     """The steps that an output depends on: views may have been taken in layouts that nobody used."""
     needed = {number for number in outputs if number is not None}
-    kept: list[Compute | Move | Map] = []
+    kept: list[AnyStep] = []
     for step in reversed(steps):
         targets = [step.target] if isinstance(step, Move) else step.results
         if any(target in needed for target in targets):

@@ -32,7 +32,7 @@ from .mapped import (
     local_instruction,
     same,
 )
-from .partition import Compute, Map, Move, Partitioned
+from .partition import Compute, Local, Map, Move, Partitioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,9 @@ def aliases(partitioned: Partitioned, inputs: set[int]) -> tuple[int, ...]:
         if isinstance(step, Move):
             if not step.step.is_collective and step.source in shared:
                 shared.add(step.target)
+        elif isinstance(step, Local):
+            if (step.shares or step.writes) and any(number in shared for number in step.operands):
+                shared.update(step.results)
         # What a mapped function does with its operands is not looked into.
         elif isinstance(step, Map) or (step.pattern.view and step.operands[0] in shared):
             shared.update(number for number in step.results if number is not None)
@@ -132,6 +135,10 @@ def as_text(partitioned: Partitioned) -> str:
             operands = ", ".join(f"v{number}" for number in step.operands)
             lines.append(f"{shown} = {made.name} mapped ({operands})  # {step.origin}")
             lines += [f"    {line}" for line in made.traced.lines()]
+        elif isinstance(step, Local):
+            operands = ", ".join(f"v{number}" for number in step.operands)
+            shown = ", ".join(look(number) for number in step.results)
+            lines.append(f"{shown} = {step.name} ({operands})  # {step.origin}")
         else:
             shown = ", ".join(look(number) if number is not None else "_" for number in step.results)
             lines.append(f"{shown} = {step.node.op}({_arguments(step)})  # {step.node.origin}")

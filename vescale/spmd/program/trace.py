@@ -47,13 +47,23 @@ class Pin:
     cause: str = ""
 
 
+def gradient_of(name: str) -> str:
+    """What moves the gradient of a parameter: the cause by which passes know it."""
+    return f"gradient of {name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A parameter among the inputs: its layout in use and at rest (where its gradient belongs)."""
+    """A parameter among the inputs: its layout in use and at rest (where its gradient belongs).
+
+    `run_dtype` and `reduce_dtype` are those of its uses and of its gradient on the way (None: its own).
+    """
 
     name: str
     run: Layout
     rest: Layout
+    run_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
 class Observer(Protocol):
