@@ -16,6 +16,7 @@ from .spmd.redistribute_many import redistribute_many
 from .spmd.program.dispatch import no_implicit_redistribute
 
 # layouts and tensors
+from .spmd.functional import functional
 from .spmd.layout import Layout
 from .spmd.visualize import visualize
 
@@ -83,6 +84,7 @@ __all__ = [
     "distribute_tensor",
     "from_local",
     "from_torch",
+    "functional",
     "grad",
     "make_mesh",
     "no_implicit_redistribute",

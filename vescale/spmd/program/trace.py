@@ -29,6 +29,7 @@ from ..._compat import (
 )
 from ..._errors import TraceError, VescaleError, explain
 from ..layout import Layout
+from ..mesh import Mesh
 from ..placements import P
 from .functionalise import functionalise
 from .ir import Graph, Node, Origin, Ref, TensorMeta
@@ -77,6 +78,7 @@ class Tracing:
     activations: Sequence[tuple[re.Pattern[str], P]] = ()
     used_activations: set[int] = field(default_factory=set)
     observer: Observer | None = None
+    mesh: Mesh | None = None  # where the function runs, when it runs on real values and nothing is recorded
     region: str = ""
     modules: list[str] = field(default_factory=list)  # the stack of running modules, by path
     seen: dict[torch.nn.Module, str] = field(default_factory=dict)  # paths of the modules that ran
@@ -89,6 +91,12 @@ _current: ContextVar[Tracing | None] = ContextVar("vescale_trace", default=None)
 def current_trace() -> Tracing | None:
     """The trace that is being recorded in this context, None outside."""
     return _current.get()
+
+
+def is_recording() -> bool:
+    """Whether a graph is being recorded in this context."""
+    tracing = _current.get()
+    return tracing is not None and tracing.mesh is None
 
 
 def trace(
@@ -105,7 +113,7 @@ def trace(
     """
     tracing = tracing or Tracing()
     fake_mode = FakeTensorMode()
-    with fake_mode:
+    with _counting_versions(), fake_mode:
         fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=meta.device) for meta in inputs]
     recorder = _Recorder(fake_mode, fakes, paths, tracing)
     tracing.marks = {id(fake): mark for fake, mark in zip(fakes, marks, strict=False) if mark is not None}
@@ -114,7 +122,7 @@ def trace(
         tracing.observer.inputs(fakes)
     token = _current.set(tracing)
     try:
-        with fake_mode, recorder, _module_stack(tracing):
+        with _counting_versions(), fake_mode, recorder, _module_stack(tracing):
             results = fn(fakes)
     except VescaleError:
         raise
@@ -123,6 +131,25 @@ def trace(
     finally:
         _current.reset(token)
     return functionalise(recorder.finish(results, tracing))
+
+
+@contextmanager
+def _counting_versions() -> Iterator[None]:
+    """A trace counts the versions of its tensors, which torch doesn't in inference mode."""
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
+@contextmanager
+def within(tracing: Tracing) -> Iterator[None]:
+    """Inside, a function runs on real values as `tracing` says: transforms find it, activations are pinned."""
+    token = _current.set(tracing)
+    try:
+        with _module_stack(tracing):
+            yield
+    finally:
+        _current.reset(token)
 
 
 class _Recorder(TorchDispatchMode):
@@ -194,11 +221,11 @@ class _Recorder(TorchDispatchMode):
                             remedy="pass it as an argument",
                         )
                     )
-                with self.fake_mode:
+                with _counting_versions(), self.fake_mode:
                     fake = torch.empty_strided(
                         value.shape, value.stride(), dtype=value.dtype, device=value.device
                     )
-                self.hidden[id(value)] = (self.number(fake), value, fake, value._version)
+                self.hidden[id(value)] = (self.number(fake), value, fake, _version(value))
             return self.hidden[id(value)][2]
         if isinstance(value, (tuple, list)):
             return type(value)([self.lift(item) for item in value])
@@ -241,7 +268,7 @@ class _Recorder(TorchDispatchMode):
                     )
                 )
         for _, tensor, _, version in self.hidden.values():
-            if tensor._version != version:
+            if _version(tensor) != version:
                 raise TraceError(
                     explain(
                         f"an in-place update of a closed-over tensor of shape {tuple(tensor.shape)}",
@@ -262,6 +289,11 @@ class _Recorder(TorchDispatchMode):
             tuple(self.metas),
             tuple(tracing.constraints),
         )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was written. Tensors made in inference mode don't count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def user_line() -> str:
