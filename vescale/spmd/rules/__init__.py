@@ -1,6 +1,18 @@
 """Sharding rules, one family a file, in factor notation (see `notation`). Importing registers them."""
 
-from . import attention, elementwise, embedding, factories, matmul, norms, random, reductions, softmax, views
+from . import (
+    attention,
+    elementwise,
+    embedding,
+    factories,
+    matmul,
+    norms,
+    padding,
+    random,
+    reductions,
+    softmax,
+    views,
+)
 from .notation import Pattern, find_rule, rule
 
 __all__ = [
@@ -12,6 +24,7 @@ __all__ = [
     "find_rule",
     "matmul",
     "norms",
+    "padding",
     "random",
     "reductions",
     "rule",
