@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ..._errors import LayoutError, ShardingError, explain
-from ..layout import AbstractMesh, Layout, replicated
+from ..layout import AbstractMesh, Digit, Layout, replicated
 from ..mapped_call import mapped_call
 from ..placements import InterleavedShard, P, Partial, RaggedShard, Shard
 from ..redistribute_plan import Step, plan
@@ -251,10 +251,11 @@ class _Walk:
         broadcast = target.ragged is not None and any(
             dims and (len(dims) < len(target.shape) or not all(dims)) for dims in pattern.operands
         )
-        if target.partials or broadcast:  # no operand has these elements: make it whole, and cut
+        asked = refine(replace(pattern, operands=pattern.results, results=pattern.operands), 0, target)
+        uncut = pattern.view and any(_uncut(asked, state_of(target, axis)) for axis, _ in target.spec.items())
+        if target.partials or broadcast or uncut:  # no operand has these elements: make it whole, and cut
             whole = self.make(value, replicated(self.mesh, self.metas[value].shape), cause, origin)
             return self.move(value, whole, plan(self.values[whole].layout, target), cause, origin)
-        asked = refine(replace(pattern, operands=pattern.results, results=pattern.operands), 0, target)
         numbers = []
         for index, operand in enumerate(_read(node)):
             # The key of a draw is whole; what an elementwise op reads is cut like its result.
@@ -376,7 +377,7 @@ class _Walk:
             return source in self.deferred or not self.home(source).spec.items()
         refs = list(node.refs())
         return (
-            pattern.pointwise
+            (pattern.pointwise or pattern.view)
             and len(node.outs) == 1
             and bool(refs)
             and all(value in self.deferred for value in refs)
@@ -502,12 +503,20 @@ class _Walk:
         """The cheapest candidate of each axis."""
         chosen: dict[str, Candidate] = {}
         layouts = [list(self.available(value)) for value in operands]
+        split = {
+            axis
+            for found in layouts
+            for layout in found
+            for axis, placement in layout.spec.items()
+            if not isinstance(placement, Partial)
+        }
         for axis in self.axes:
             taken = frozenset(
                 candidate.name for candidate in chosen.values() if isinstance(candidate, Factor)
             )
+            cut = {other for other in split if other != axis}
             states: list[list[tuple[State | Deferred, float]]] = [
-                [(state_of(layout, axis), self.share(value, layout, axis)) for layout in found]
+                [(state_of(layout, axis), self.share(value, layout, axis, cut)) for layout in found]
                 for value, found in zip(operands, layouts, strict=True)
             ]
             for value, found in zip(operands, states, strict=True):
@@ -575,14 +584,16 @@ class _Walk:
             memory += self.metas[out].nbytes // (1 if result is None or isinstance(result, Partial) else size)
         return cost, moves, partials, memory
 
-    def share(self, value: int, layout: Layout, axis: str) -> float:
-        """Bytes that a rank would hold with the value whole over `axis`."""
-        others = (
-            self.mesh.axis_size(other)
-            for other, placement in layout.spec.items()
-            if other != axis and not isinstance(placement, Partial)
-        )
-        return self.metas[value].nbytes / math.prod(others)
+    def share(self, value: int, layout: Layout, axis: str, split: set[str]) -> float:
+        """Bytes that a rank would hold with the value whole over `axis`.
+
+        A value that the axis doesn't split would have to be cut, and gathered back, in the company of
+        operands that other axes split: then it is as small as if they split it too.
+        """
+        others = {other for other, placement in layout.spec.items() if not isinstance(placement, Partial)}
+        if axis not in others:
+            others |= split
+        return self.metas[value].nbytes / math.prod(self.mesh.axis_size(other) for other in others - {axis})
 
 
 def _live(
@@ -603,6 +614,17 @@ def _read(node: Node) -> list[int]:
     """The values that a node reads: none of a draw's or a factory's but the key."""
     refs = list(node.refs())
     return refs[:1] if node.op.namespace == "vescale" else [] if is_source(node.op) else refs
+
+
+def _uncut(asked: Pattern, state: State) -> bool:
+    """Whether no part of what is viewed gives a result in `state`; `asked` is the pattern reversed."""
+    dims = asked.operands[0]
+    if isinstance(state, Digit):
+        names = [name for name in asked.sizes if state == digit_of(name, dims, asked)]
+        return asked.whole.issuperset(names)
+    if isinstance(state, (Shard, InterleavedShard)):
+        return dims[state.dim] not in asked.results[0] or not asked.whole.isdisjoint(dims[state.dim])
+    return state is not None
 
 
 def _deferred_state(asked: Pattern, state: State, index: int) -> State:

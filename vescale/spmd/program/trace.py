@@ -184,17 +184,21 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def known_value(self, value: int) -> Any:
-        """The number that `value` is in every call: when it comes of no input, closure, draw or write. Else None.
+        """The number that `value` is in every call; None when it comes of an input, closure, draw or write.
 
-        Models ask such values while they run (whether `arange` positions are consecutive, say): they are
-        computed then, for real, from the nodes that made them.
+        Models ask for such values as they run (are positions that came of `arange` consecutive?): they
+        are computed then, for real, from the nodes that made them.
         """
         needed: dict[int, Node] = {}
         pending = [value]
         while pending:
             number = pending.pop()
             node = self.makers.get(number)
-            if node is None or torch.Tag.nondeterministic_seeded in node.op.tags or self.alive[number]._version:
+            if (
+                node is None
+                or torch.Tag.nondeterministic_seeded in node.op.tags
+                or self.alive[number]._version
+            ):
                 return None
             if number not in needed:
                 needed[number] = node
@@ -206,10 +210,13 @@ class _Recorder(TorchDispatchMode):
                     continue
                 node, get = needed[number], lambda ref: made[ref.id]
                 result = node.op(
-                    *map_args(node.args, get), **{name: map_args(arg, get) for name, arg in node.kwargs.items()}
+                    *map_args(node.args, get),
+                    **{name: map_args(arg, get) for name, arg in node.kwargs.items()},
                 )
                 results = result if isinstance(result, (tuple, list)) else (result,)
-                made.update((out, one) for out, one in zip(node.outs, results, strict=True) if out is not None)
+                made.update(
+                    (out, one) for out, one in zip(node.outs, results, strict=True) if out is not None
+                )
             return made[value].item()
 
     def lift(self, value: Any) -> Any:

@@ -22,11 +22,11 @@ def slice_backward(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 def select_backward(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     (shape,) = result_shapes(node, metas)
     dim = node.args[2] % len(shape)
-    whole: list[Dim] = [(f"d{place}",) for place in range(len(shape))]
+    dims: list[Dim] = [(f"d{place}",) for place in range(len(shape))]
     sizes = {f"d{place}": size for place, size in enumerate(shape)}
     return Pattern(
-        (tuple(whole[:dim] + whole[dim + 1 :]),),
-        (tuple(whole),),
+        (tuple(dims[:dim] + dims[dim + 1 :]),),
+        (tuple(dims),),
         sizes,
         whole=frozenset((f"d{dim}",)),
         linear=(frozenset((0,)),),
