@@ -34,6 +34,7 @@ from .spmd.placements import (
 )
 
 # plans and programs
+from .spmd import plans
 from .spmd.plan import Plan, Staged
 
 # functions on local shards, and what they communicate
@@ -90,6 +91,7 @@ __all__ = [
     "no_implicit_redistribute",
     "optim",
     "parallelize",
+    "plans",
     "pmax",
     "pmean",
     "pmin",

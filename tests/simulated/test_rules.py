@@ -91,6 +91,8 @@ OTHER = [
     (aten.where, (BOOLS, X, ROW)),
     (aten.where, (BOOLS, X, 1.0)),
     (aten.masked_fill, (X, BOOLS, 2.0)),
+    (aten.fill, (X, 2.0)),
+    (aten.fill, (X, TWO)),
     (aten._to_copy, (X,), {"dtype": torch.float32}),
     (aten._to_copy, (X.float(),), {"dtype": torch.float64}),
     (aten.gelu_backward, (X, Y)),
@@ -213,7 +215,14 @@ LIKE = [
     (aten.new_ones, (X, [6, 8])),
     (aten.new_full, (X, [6, 8], 3)),
 ]
-CALLS = [*UNARY, *BINARY, *OTHER, *MATMUL, *REDUCTIONS, *VIEWS, *NETWORKS, *LIKE]
+PADS = [
+    (aten.constant_pad_nd, (X, [0, 1])),
+    (aten.constant_pad_nd, (CUBE, [1, -2, 0, 0], 3.0)),
+    (aten.slice_backward, (X, [8, 12], 1, 0, 6, 1)),
+    (aten.slice_backward, (CUBE, [4, 8, 12], -1, 1, 12, 2)),
+    (aten.select_backward, (X, [8, 4, 6], 1, 2)),
+]
+CALLS = [*UNARY, *BINARY, *OTHER, *MATMUL, *REDUCTIONS, *VIEWS, *NETWORKS, *LIKE, *PADS]
 
 FACTORIES = {
     aten.zeros: lambda: torch.zeros(8, 6),

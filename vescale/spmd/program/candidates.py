@@ -138,16 +138,16 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Every candidate over an axis of `size` ranks for operands found in `states`.
 
-    `taken` are the factors that other axes shard already. A factor that only results, or operands that
-    are not made yet, have is never proposed.
+    `taken` are the factors that other axes shard already. A factor that only results have is never
+    proposed, nor one that only operands have that are not made yet, or not with that factor sharded.
     """
     yield Whole()
     had = {
         name
         for dims, found in zip(pattern.operands, states, strict=True)
-        if ANY not in found
         for dim in dims
         for name in dim
+        if ANY not in found or digit_of(name, dims, pattern) in found
     }
     for name, length in pattern.sizes.items():
         if (

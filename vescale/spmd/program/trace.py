@@ -26,13 +26,14 @@ from ..._compat import (
     TorchDispatchMode,
     data_dependent_errors,
     is_mutable,
+    no_modes,
 )
 from ..._errors import TraceError, VescaleError, explain
 from ..layout import Layout
 from ..mesh import Mesh
 from ..placements import P
 from .functionalise import functionalise
-from .ir import Graph, Node, Origin, Ref, TensorMeta
+from .ir import Graph, Node, Origin, Ref, TensorMeta, map_args
 
 aten = torch.ops.aten
 
@@ -168,6 +169,7 @@ class _Recorder(TorchDispatchMode):
         self.hidden: dict[int, tuple[int, torch.Tensor, torch.Tensor, int]] = {}  # last: its version
         self.line = ""
         self.wrote = ""  # the line of an in-place op whose versions are not checked yet
+        self.makers: dict[int, Node] = {}
         self.inputs = tuple(self.number(fake) for fake in fakes)
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -186,25 +188,63 @@ class _Recorder(TorchDispatchMode):
             self.wrote = ""
         self.line = user_line()
         args, kwargs = self.lift(args), {name: self.lift(value) for name, value in kwargs.items()}
+        if func is aten._local_scalar_dense.default and id(args[0]) in self.ids:
+            known = self.known_value(self.ids[id(args[0])])
+            if known is not None:
+                return known
         result = func(*args, **kwargs)
         if is_mutable(func):
             self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         if self.tracing.observer is not None:
             self.tracing.observer.call(func, (*args, *kwargs.values()), outs)
-        self.nodes.append(
-            Node(
-                func,
-                tuple(self.refer(arg) for arg in args),
-                {name: self.refer(value) for name, value in kwargs.items()},
-                tuple(self.number(out) if isinstance(out, torch.Tensor) else None for out in outs),
-                Origin(
-                    self.line, self.tracing.modules[-1] if self.tracing.modules else "", self.tracing.region
-                ),
-                isinstance(result, (tuple, list)),
-            )
+        node = Node(
+            func,
+            tuple(self.refer(arg) for arg in args),
+            {name: self.refer(value) for name, value in kwargs.items()},
+            tuple(self.number(out) if isinstance(out, torch.Tensor) else None for out in outs),
+            Origin(self.line, self.tracing.modules[-1] if self.tracing.modules else "", self.tracing.region),
+            isinstance(result, (tuple, list)),
         )
+        self.nodes.append(node)
+        self.makers.update((out, node) for out in node.outs if out is not None)
         return result
+
+    def known_value(self, value: int) -> Any:
+        """The number that `value` is in every call; None when it comes of an input, closure, draw or write.
+
+        Models ask for such values as they run (are positions that came of `arange` consecutive?): they
+        are computed then, for real, from the nodes that made them.
+        """
+        needed: dict[int, Node] = {}
+        pending = [value]
+        while pending:
+            number = pending.pop()
+            node = self.makers.get(number)
+            if (
+                node is None
+                or torch.Tag.nondeterministic_seeded in node.op.tags
+                or self.alive[number]._version
+            ):
+                return None
+            if number not in needed:
+                needed[number] = node
+                pending.extend(node.refs())
+        made: dict[int, Any] = {}
+        with no_modes():
+            for number in sorted(needed):  # values are numbered in the order in which they were made
+                if number in made:
+                    continue
+                node, get = needed[number], lambda ref: made[ref.id]
+                result = node.op(
+                    *map_args(node.args, get),
+                    **{name: map_args(arg, get) for name, arg in node.kwargs.items()},
+                )
+                results = result if isinstance(result, (tuple, list)) else (result,)
+                made.update(
+                    (out, one) for out, one in zip(node.outs, results, strict=True) if out is not None
+                )
+            return made[value].item()
 
     def lift(self, value: Any) -> Any:
         """Closed-over and constant tensors become hidden inputs, read at each call."""
