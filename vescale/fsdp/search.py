@@ -1,0 +1,114 @@
+"""The least shard size for which a packing is found.
+
+The published heuristic (veScale-FSDP, arXiv 2602.22437) tries multiples of cumulative least common multiples of
+the blocks, and places tensors in one order. Here the candidates are multiples of the least common multiple of
+any set of block widths, smallest first: a width that no tensor with two boundaries in it has need not divide
+the shard. Each is tried with several orders, and small tensors fill the gaps of large ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+
+from .packing import Kind, Run, gap, pack
+
+# With n widths there are 2^n sets of them. Above this many only the cumulative ones are tried.
+MAX_WIDTHS = 6
+# Half of this many packings are tried for ever larger shards until one works, the rest to improve on it.
+MAX_PACKINGS = 48
+
+
+def hardest_first(kinds: Sequence[Kind]) -> list[list[Kind]]:
+    """The orders to try: by block, by size, by how many shards a tensor spans."""
+    return [
+        sorted(kinds, key=lambda kind: (-min(kind.block, kind.size), -kind.size, kind)),
+        sorted(kinds, key=lambda kind: (-kind.size, -kind.block, kind)),
+    ]
+
+
+def strides(kinds: Sequence[Kind]) -> list[int]:
+    """The distinct numbers that may have to divide the shard, those of the largest tensors first."""
+    largest: dict[int, int] = {}
+    for kind in kinds:
+        if kind.stride:
+            largest[kind.stride] = max(largest.get(kind.stride, 0), kind.size)
+    return sorted(largest, key=lambda stride: (-largest[stride], stride))
+
+
+def grains(kinds: Sequence[Kind]) -> set[int]:
+    """Least common multiples of sets of strides."""
+    widths = strides(kinds)
+    if len(widths) > MAX_WIDTHS:
+        orders = widths, sorted(widths), sorted(widths, reverse=True)
+        sets = [order[:count] for order in orders for count in range(len(order) + 1)]
+        sets += [[width] for width in widths]
+        return {math.lcm(*chosen) for chosen in sets}
+    sizes = range(len(widths) + 1)
+    return {math.lcm(*chosen) for size in sizes for chosen in combinations(widths, size)}
+
+
+def candidates(kinds: Sequence[Kind], bound: int, most: int) -> Iterator[tuple[int, int]]:
+    """(shard size, grain) from `bound` to `most`, ascending: steps of each grain that grow."""
+    found: dict[int, int] = {}
+    for grain in sorted(grains(kinds)):
+        first, step = -(-bound // grain), 0
+        while (size := (first + step) * grain) < most:
+            found[size] = grain
+            step = 2 * step or 1
+    for size in sorted(found):
+        if all(gap(kind, size, size) is not None for kind in kinds):
+            yield size, found[size]
+
+
+def estimate(kinds: Sequence[Kind], bound: int) -> int:
+    """What the shard will come to, without packing: the bound, rounded up until every tensor fits somewhere."""
+    size = bound
+    for _ in range(8):
+        stuck = [kind.stride for kind in kinds if gap(kind, size, size) is None]
+        if not stuck:
+            return size
+        grain = math.lcm(*(stride for stride in stuck if stride))
+        size = -(-(size + (size % grain == 0)) // grain) * grain
+    return size
+
+
+def search(kinds: Sequence[Kind], num_shards: int, bound: int) -> tuple[int, list[Kind], list[Run]]:
+    """(shard size, kinds in their order, where they are), all in units; `bound` is the least to try."""
+    orders = hardest_first(kinds)
+
+    def attempt(size: int) -> tuple[int, list[Kind], list[Run]] | None:
+        for order in orders:
+            for patient in (True, False):
+                runs = pack(order, size, num_shards, patient=patient)
+                if runs is not None:
+                    return size, order, runs
+        return None
+
+    total = sum(kind.size * kind.count for kind in kinds)
+    best, failed, tried = None, {}, 0
+    for size, grain in candidates(kinds, bound, total):
+        best = attempt(size)
+        tried += 1
+        if best is not None or tried > MAX_PACKINGS:
+            break
+        failed[grain] = size
+    if best is None:
+        best = attempt(max(total, bound))
+        assert best is not None, "one shard holds everything"
+    # Between the last candidate of a grain that failed and the best there are multiples that were not tried.
+    for grain, low in sorted(failed.items(), reverse=True):
+        high = (best[0] - 1) // grain
+        low //= grain
+        while low < high and tried < 2 * MAX_PACKINGS:
+            middle = (low + high + 1) // 2 if high - low < 3 else (low + high) // 2
+            better = attempt(middle * grain)
+            tried += 1
+            if better is not None:
+                best, high = better, middle - 1
+            else:
+                low = middle
+    return best
+
+
