@@ -17,6 +17,7 @@ from .spmd.redistribute_many import redistribute_many
 from .spmd.program.dispatch import no_implicit_redistribute
 
 # layouts and tensors
+from .spmd.functional import functional
 from .spmd.layout import Layout
 from .spmd.visualize import visualize
 
@@ -34,6 +35,7 @@ from .spmd.placements import (
 )
 
 # plans and programs
+from .spmd import plans
 from .spmd.plan import Plan, Staged
 
 # fully sharded parameters
@@ -94,11 +96,13 @@ __all__ = [
     "from_local",
     "from_torch",
     "fsdp",
+    "functional",
     "grad",
     "make_mesh",
     "no_implicit_redistribute",
     "optim",
     "parallelize",
+    "plans",
     "pmax",
     "pmean",
     "pmin",

@@ -20,8 +20,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
 
-# 2.11 - 2.13. A mode that sees every ATen call; documented, but lives in a private module.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+# 2.11 - 2.13. A mode that sees every ATen call, and a context without modes (a trace computes for real
+# what it knows already); documented, but they live in a private module.
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+    _disable_current_modes as no_modes,  # noqa: F401
+)
 
 # 2.11 - 2.13. What torch.func keeps of itself; it has no stub.
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]

@@ -50,6 +50,7 @@ PUBLIC = [
     "Plan",
     "Staged",
     "parallelize",
+    "functional",
     "shard_map",
     "all_gather",
     "all_to_all",

@@ -285,6 +285,45 @@ def test_values_are_not_there(fn):
     assert "torch.where" in str(caught.value)
 
 
+# What is known without values: what comes of constants alone.
+
+
+def consecutive(x):
+    places = torch.arange(3) + 1
+    return x + 1 if places[0] == 1 and int(places.sum()) == 6 else x
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [consecutive, vs.grad(lambda x: (consecutive(x) * x).sum()), vs.vmap(lambda x: consecutive(x[None]))],
+)
+def test_constants_are_known(fn):
+    assert torch.equal(evaluate(traced(fn, X), X)[0], fn(X))
+    assert not torch.equal(fn(X), X)
+
+
+def written(x):
+    places = torch.arange(3)
+    places[0].fill_(5)  # a write through a view
+    return x if places[0] == 5 else -x  # here
+
+
+def drawn(x):
+    return x if torch.rand(()) < 2 else -x  # here
+
+
+def compared(x):
+    return x if consecutive(x)[0, 0] > 0 else -x  # here
+
+
+@pytest.mark.parametrize("fn", [written, drawn, compared])
+def test_writes_draws_and_inputs_are_not_known(fn):
+    with pytest.raises(TraceError, match="without values"):
+        traced(fn, X)
+    with pytest.raises(TraceError, match="without values"):
+        traced(vs.grad(lambda x: fn(x).sum()), X)
+
+
 def test_the_users_own_errors_pass():
     with pytest.raises(RuntimeError, match="reduction dim"):
         traced(lambda a, b: a @ b, X, X)

@@ -4,6 +4,9 @@ Operands hold whole numbers, so that sums and products are exact in whatever ord
 equality is bitwise, also where a reduction is reordered. `bound` says where it can't be.
 """
 
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -88,6 +91,8 @@ OTHER = [
     (aten.where, (BOOLS, X, ROW)),
     (aten.where, (BOOLS, X, 1.0)),
     (aten.masked_fill, (X, BOOLS, 2.0)),
+    (aten.fill, (X, 2.0)),
+    (aten.fill, (X, TWO)),
     (aten._to_copy, (X,), {"dtype": torch.float32}),
     (aten._to_copy, (X.float(),), {"dtype": torch.float64}),
     (aten.gelu_backward, (X, Y)),
@@ -210,7 +215,14 @@ LIKE = [
     (aten.new_ones, (X, [6, 8])),
     (aten.new_full, (X, [6, 8], 3)),
 ]
-CALLS = [*UNARY, *BINARY, *OTHER, *MATMUL, *REDUCTIONS, *VIEWS, *NETWORKS, *LIKE]
+PADS = [
+    (aten.constant_pad_nd, (X, [0, 1])),
+    (aten.constant_pad_nd, (CUBE, [1, -2, 0, 0], 3.0)),
+    (aten.slice_backward, (X, [8, 12], 1, 0, 6, 1)),
+    (aten.slice_backward, (CUBE, [4, 8, 12], -1, 1, 12, 2)),
+    (aten.select_backward, (X, [8, 4, 6], 1, 2)),
+]
+CALLS = [*UNARY, *BINARY, *OTHER, *MATMUL, *REDUCTIONS, *VIEWS, *NETWORKS, *LIKE, *PADS]
 
 FACTORIES = {
     aten.zeros: lambda: torch.zeros(8, 6),
@@ -228,6 +240,8 @@ ELSEWHERE = {"random_bits", "derive_keys", "normal_from_bits", "empty", "empty_l
 
 def test_no_rule_is_untested():
     tested = {op.__name__ for op, *_ in CALLS} | {op.__name__ for op in FACTORIES} | ELSEWHERE
+    for path in Path(__file__).parent.glob("test_rules_*.py"):
+        tested |= {case.op.__name__ for case in import_module(f"tests.simulated.{path.stem}").CASES}
     assert {op.overloadpacket.__name__ for op in notation._rules} == tested
 
 

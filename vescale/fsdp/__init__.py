@@ -1,5 +1,31 @@
+"""Fully sharded data parallel: where parameters may be cut, and where they lie in flat buffers.
+
+Read in this order: `blocks` (what must not be cut), `spec` (a tensor to place), `planner` (`plan_buffer`,
+`plan_buckets`), `buffer_plan` (the result), `padding` (why a plan pads, and when that is too much). Underneath:
+`bound` (what counting allows), `search` (which shard sizes are tried), `packing` (whether one works).
+"""
+
 from .blocks import Block, Cuts, Elements, Rows, Tile, Whole, default_block
+from .bucket import Bucket
 from .buffer_plan import BufferPlan
 from .config import FSDP
+from .dbuffer import DBuffer
 from .planner import plan_buckets, plan_buffer
 from .spec import TensorSpec
+
+__all__ = [
+    "Block",
+    "Cuts",
+    "Elements",
+    "Rows",
+    "Tile",
+    "Whole",
+    "default_block",
+    "TensorSpec",
+    "Bucket",
+    "BufferPlan",
+    "DBuffer",
+    "FSDP",
+    "plan_buffer",
+    "plan_buckets",
+]

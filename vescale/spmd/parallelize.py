@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from torch import nn
 
 from .. import _tree
 from .._errors import ArgumentError, PlanError, explain
@@ -29,7 +30,6 @@ from .program.ir import Graph, Ref, TensorMeta
 from .program.partition import Partitioned, partition
 from .program.program import (
     Collectives,
-    Program,
     aliases,
     as_lines,
     as_text,
@@ -41,14 +41,23 @@ from .program.program import (
 from .program.trace import Mark, Tracing, trace
 from .signature import PARTS, Arguments, Signature
 
+if TYPE_CHECKING:
+    from .parallel_module import ParallelModule
+
 
 @overload
-def parallelize(fn: Callable[..., Any], plan: Plan, *, donate: Sequence[str] = ()) -> Parallelized: ...
+def parallelize(
+    fn: nn.Module, plan: Plan, *, donate: Sequence[str] = (), static: bool = True
+) -> ParallelModule: ...
 @overload
 def parallelize(
-    fn: Plan, plan: None = None, *, donate: Sequence[str] = ()
+    fn: Callable[..., Any], plan: Plan, *, donate: Sequence[str] = (), static: bool = True
+) -> Parallelized: ...
+@overload
+def parallelize(
+    fn: Plan, plan: None = None, *, donate: Sequence[str] = (), static: bool = True
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
-def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = ()) -> Any:
+def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = (), static: bool = True) -> Any:
     """Run `fn`, written for one device, on the mesh of `plan`. A call, or a decorator: `@parallelize(plan)`.
 
     fn: (*trees of tensors and static values) -> tree. A DTensor argument keeps its layout; a plain tensor is
@@ -64,6 +73,13 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = ()) -> Any
     compiles anew. The gradient of the result is not recorded; take gradients inside, with
     `vs.value_and_grad`.
 
+    An `nn.Module` becomes a `ParallelModule`: it keeps sharded parameters and buffers of its own, placed by
+    the plan, is called like the module, and its results can be differentiated with `.backward()`.
+
+    With `static=False` nothing is traced: fn runs op by op on DTensors with real values, at every call. Prints,
+    breakpoints, `.item()` and control flow on values work. Inputs, parameters, activations and results are
+    placed as the plan says; in between each op decides for itself.
+
     >>> import torch, vescale as vs
     >>> mesh = vs.make_mesh({"dp": 2})
     >>> plan = vs.Plan(mesh, inputs={"x": vs.P(dp=vs.Shard(0))})
@@ -73,8 +89,11 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = ()) -> Any
     >>> print(total.lower(torch.arange(4.0)).collectives()[0].kind)
     all_reduce
     """
+    from .dynamic import Dynamic  # they build on what is below
+    from .parallel_module import ParallelModule
+
     if isinstance(fn, Plan):
-        return lambda function: Parallelized(function, fn, tuple(donate))
+        return lambda function: parallelize(function, fn, donate=donate, static=static)
     if not isinstance(plan, Plan):
         raise ArgumentError(
             explain(
@@ -83,7 +102,17 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = ()) -> Any
                 remedy="vs.parallelize(fn, vs.Plan(mesh, params=..., inputs=...))",
             )
         )
-    return Parallelized(fn, plan, tuple(donate))
+    if isinstance(fn, nn.Module):
+        if donate:
+            raise ArgumentError(
+                explain(
+                    f"parallelize(a module, donate={list(donate)})",
+                    rule="a module's parameters are its own, and its arguments are kept for the gradient",
+                    remedy="donate arguments of a train step that takes vs.functional(module)'s params",
+                )
+            )
+        return ParallelModule(fn, plan, static=static)
+    return (Parallelized if static else Dynamic)(fn, plan, tuple(donate))
 
 
 @dataclass(frozen=True)
@@ -114,7 +143,7 @@ class Entry:
     """What is kept for a signature."""
 
     decision: Decision
-    program: Program
+    program: Any  # a Program, or whatever `_program` makes for `_run`
     closed_over: tuple[Getter, ...]
 
 
@@ -189,13 +218,7 @@ class Parallelized:
 
     def _run(self, entry: Entry, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
         mesh, decision = self._plan.mesh, entry.decision
-        inputs = enter(
-            mesh,
-            leaves,
-            decision.layouts,
-            hidden,
-            lambda index, leaf, layout: self._mismatch(decision.paths[index], leaf, layout),
-        )
+        inputs = self._enter(decision, leaves, hidden)
         for index in decision.donated:
             if isinstance(leaves[index], DTensor):
                 leaves[index].donate(
@@ -204,6 +227,15 @@ class Parallelized:
         results = own(entry.program(inputs), decision.aliases)
         outputs = leave(mesh, results, decision.out_layouts)
         return _tree.unflatten(decision.out_spec, outputs)
+
+    def _enter(self, decision: Decision, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
+        return enter(
+            self._plan.mesh,
+            leaves,
+            decision.layouts,
+            hidden,
+            lambda index, leaf, layout: self._mismatch(decision.paths[index], leaf, layout),
+        )
 
     # A miss.
 
@@ -223,9 +255,12 @@ class Parallelized:
         # Watched together with what other traces of the same arguments ran: train and eval take turns.
         self._guards.setdefault(signature.key, Guard()).watch(modules)
         places = getters(self._fn, modules, (tensor for _, tensor in decision.graph.hidden))
-        entry = Entry(decision, compile_partitioned(decision.partitioned, mesh), places)
+        entry = Entry(decision, self._program(decision), places)
         self._cache.put((*signature.key, self._module_state(signature.key)), entry)
         return entry
+
+    def _program(self, decision: Decision) -> Any:
+        return compile_partitioned(decision.partitioned, self._plan.mesh)
 
     def _decide(self, signature: Signature) -> Decision:
         plan, mesh = self._plan, self._plan.mesh
@@ -254,7 +289,9 @@ class Parallelized:
         known = [layout for layout in layouts if layout is not None]
         hidden = [replicated(mesh.abstract, tuple(tensor.shape)) for _, tensor in graph.hidden]
         results = _tree.paths(_tree.unflatten(spec, range(len(graph.outputs))))
-        wishes = self._wishes(spec, results, graph, signature, layouts)
+        metas = [graph.metas[output.id] if isinstance(output, Ref) else None for output in graph.outputs]
+        shapes = [meta and meta.shape for meta in metas]
+        wishes = self._wishes(spec, results, shapes, signature, layouts)
         names = {value: paths[index] for value, index in zip(graph.inputs, tensors, strict=True)}
         parameters = frozenset(
             value for value, index in zip(graph.inputs, tensors, strict=True) if marks[index] is not None
@@ -332,7 +369,9 @@ class Parallelized:
             if index in parameters:
                 entry = parameters[index]
                 wanted = entry.rest
-                marks[index] = Mark(entry.path, entry.run, entry.rest, entry.run_dtype, entry.reduce_dtype)
+                marks[index] = Mark(
+                    entry.path, entry.run, entry.rest, leaf.dtype, entry.run_dtype, entry.reduce_dtype
+                )
             elif (spec := plan.input_spec(path)) is not None:
                 wanted = Layout(mesh.abstract, spec, shape)
             elif not isinstance(leaf, DTensor):
@@ -373,26 +412,25 @@ class Parallelized:
         self,
         spec: _tree.TreeSpec,
         paths: list[str],
-        graph: Graph,
+        shapes: list[tuple[int, ...] | None],
         signature: Signature,
         layouts: list[Layout | None],
     ) -> list[Layout | None]:
         """The layouts of results: those that the plan says, else those of the argument that they mirror."""
-        metas = [graph.metas[output.id] if isinstance(output, Ref) else None for output in graph.outputs]
-        wishes: list[Layout | None] = [None] * len(metas)
+        wishes: list[Layout | None] = [None] * len(shapes)
         for start, layouts_there in _mirrors(
             spec,
-            [meta and meta.shape for meta in metas],
+            shapes,
             signature.spec,
             [layout and layout.shape for layout in layouts],
             layouts,
         ):
             wishes[start : start + len(layouts_there)] = layouts_there
         self._plan.check_outputs(paths)
-        for index, (path, meta) in enumerate(zip(paths, metas, strict=True)):
+        for index, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
             wanted = self._plan.output_spec(path)
-            if wanted is not None and meta is not None:
-                wishes[index] = Layout(self._plan.mesh.abstract, wanted, meta.shape)
+            if wanted is not None and shape is not None:
+                wishes[index] = Layout(self._plan.mesh.abstract, wanted, shape)
         return wishes
 
     def _check_activations(self, tracing: Tracing) -> None:

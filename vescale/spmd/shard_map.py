@@ -32,7 +32,7 @@ from .program.cache import CacheInfo, ProgramCache
 from .program.ir import Ref, TensorMeta
 from .program.mapped import MappedTrace, rank_at, trace_mapped
 from .program.program import Collectives, Program, collectives_of, compile_mapped
-from .program.trace import current_trace
+from .program.trace import is_recording
 from .pullback import Pullback, call, compile_pullback, cotangent_layout, differentiable
 from .signature import PARTS, Arguments, Signature
 from .specs import UNSAID, Specs, global_shape
@@ -163,14 +163,14 @@ class ShardMapped:
             return self._run_dynamic(signature)
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, Tensor)]
         below = False
-        if inside_functorch() or current_trace() is not None:
+        if inside_functorch() or is_recording():
             self._check_transforms(tensors)
         if inside_functorch():
             # Under torch.func: what the arguments are is below its wrappers.
             wrapped = [base_tensor(tensor) for tensor in tensors]
             below = any(base is not tensor for base, tensor in zip(wrapped, tensors, strict=True))
             signature = self._arguments.with_tensors(signature, wrapped) if below else signature
-        if current_trace() is not None:
+        if is_recording():
             return call_in_trace(self, signature, tensors)
         if below:
             return call(self, signature, tensors)
@@ -184,7 +184,7 @@ class ShardMapped:
         """The mapped function on real values: see `dynamic_map`."""
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, Tensor)]
         followed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        if followed or inside_functorch() or current_trace() is not None:
+        if followed or inside_functorch() or is_recording():
             raise ArgumentError(
                 explain(
                     f"{self.name}, with static=False, inside a transform or of arguments that require grad",

@@ -7,14 +7,18 @@ say where parameters move: to their run layout on entry, and gradients to the re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 
 from .. import _tree
+from .._compat import base_tensor
 from .._errors import ArgumentError, explain
+from .dtensor import DTensor, place
+from .layout import Layout
+from .mesh import Mesh
 from .placements import P
 from .program.trace import Mark, Pin, Tracing, current_trace, gradient_of
 from .varying import joined
@@ -79,21 +83,70 @@ def constrain_tree(tree: Any, spec: P) -> Any:
 
 def _pin(tracing: Tracing, x: torch.Tensor, pin: Pin, transpose: bool) -> torch.Tensor:
     """The traced constraint; with `transpose` the gradient is pinned alike."""
+    if tracing.mesh is not None:
+        return _pin_now(tracing.mesh, x, pin.spec, transpose)
     tracing.constraints.append(pin)
     index = len(tracing.constraints) - 1
     return _Constrain.apply(x, index, index if transpose else -1)  # type: ignore[return-value]
 
 
-def _in_use(tracing: Tracing, parameter: torch.Tensor, mark: Mark) -> torch.Tensor:
-    """The parameter where it is used; a cast comes first, so that fewer bytes move."""
-    cast = parameter if mark.run_dtype is None else parameter.to(mark.run_dtype)
-    return _pin(tracing, cast, Pin(mark.run, mark.name), transpose=False)
+def _pin_now(mesh: Mesh, x: torch.Tensor, spec: P | Layout, transpose: bool) -> torch.Tensor:
+    """The constraint on a real value."""
+    layout = spec if isinstance(spec, Layout) else Layout(mesh.abstract, spec, tuple(x.shape))
+    if isinstance(base_tensor(x), DTensor):
+        x = DTensor.redistribute(x, layout.spec)  # type: ignore[arg-type] - x may be a wrapper of torch.func
+    else:
+        x = place(x, mesh, layout)
+    return _PinGradient.apply(x, layout.spec) if transpose else x  # type: ignore[return-value]
 
 
-def _at_rest(tracing: Tracing, gradient: torch.Tensor, mark: Mark, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient where the parameter rests, reduced in the dtype that the mark says."""
-    sent = gradient.to(mark.reduce_dtype or dtype)
-    return _pin(tracing, sent, Pin(mark.rest, gradient_of(mark.name)), transpose=False).to(dtype)
+class _PinGradient(torch.autograd.Function):
+    """Identity, whose gradient is moved to a layout."""
+
+    @staticmethod
+    def forward(x: DTensor, spec: P) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        _, ctx.spec = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        is_ours = isinstance(base_tensor(gradient), DTensor)
+        return DTensor.redistribute(gradient, ctx.spec) if is_ours else gradient, None
+
+
+def marks_of(leaves: Sequence[Any]) -> list[Mark | None]:
+    """Which of the leaves are parameters of the running trace, as the plan has them."""
+    tracing = current_trace()
+    return [None if tracing is None else tracing.marks.get(id(leaf)) for leaf in leaves]
+
+
+def in_use(leaves: Sequence[Any], marks: Sequence[Mark | None]) -> list[Any]:
+    """The leaves, parameters in their run layouts."""
+    tracing = current_trace()
+
+    def use(leaf: torch.Tensor, mark: Mark) -> torch.Tensor:
+        assert tracing is not None
+        # Cast first: fewer bytes move.
+        cast = leaf if mark.run_dtype is None else leaf.to(mark.run_dtype)
+        return _pin(tracing, cast, Pin(mark.run, mark.name), transpose=False)
+
+    return [leaf if mark is None else use(leaf, mark) for leaf, mark in zip(leaves, marks, strict=True)]
+
+
+def at_rest(gradients: Sequence[Any], marks: Sequence[Mark | None]) -> list[Any]:
+    """Gradients of the leaves, those of parameters in their layouts at rest and the parameter's dtype."""
+    tracing = current_trace()
+
+    def rest(gradient: torch.Tensor, mark: Mark) -> torch.Tensor:
+        assert tracing is not None
+        sent = gradient.to(mark.reduce_dtype or mark.dtype or gradient.dtype)
+        there = _pin(tracing, sent, Pin(mark.rest, gradient_of(mark.name)), transpose=False)
+        return there.to(mark.dtype or gradient.dtype)
+
+    return [g if mark is None else rest(g, mark) for g, mark in zip(gradients, marks, strict=True)]
 
 
 def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
@@ -113,10 +166,8 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
     def transformed(*args: Any, **kwargs: Any) -> Any:
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         leaves, spec = _tree.flatten(tuple(args[position] for position in positions))
-        tracing, given = current_trace(), leaves
-        marks: list[Mark | None] = [None] * len(leaves)
-        if tracing is not None:
-            marks = [tracing.marks.get(id(leaf)) for leaf in leaves]
+        tracing = current_trace()
+        marks = marks_of(leaves)
 
         def inner(leaves: list[torch.Tensor]) -> Any:
             chosen = _tree.unflatten(spec, leaves)
@@ -138,21 +189,14 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
         statics: list[Any] = []
         outer_region = tracing.region if tracing else ""
         if tracing is not None:
-            leaves = [
-                leaf if mark is None else _in_use(tracing, leaf, mark)
-                for leaf, mark in zip(leaves, marks, strict=True)
-            ]
+            leaves = in_use(leaves, marks)
             tracing.region = "forward"
         try:
             gradients, value = torch.func.grad_and_value(inner, has_aux=has_aux)(leaves)
         finally:
             if tracing is not None:
                 tracing.region = outer_region
-        if tracing is not None:
-            gradients = [
-                gradient if mark is None else _at_rest(tracing, gradient, mark, leaf.dtype)
-                for gradient, mark, leaf in zip(gradients, marks, given, strict=True)
-            ]
+        gradients = at_rest(gradients, marks)
         gradient = _tree.unflatten(spec, gradients)
         if has_aux:
             loss, tensors = value

@@ -26,7 +26,7 @@ from .._compat import OpOverload, base_tensor, inside_functorch
 from .._errors import ArgumentError, TraceError, VescaleError, explain
 from .collective_ops import OPS, pvary, varying_after
 from .layout import AbstractMesh
-from .program.trace import current_trace
+from .program.trace import is_recording
 
 T = TypeVar("T")
 
@@ -243,7 +243,7 @@ class Lockstep:
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """The results, in order; the first error, if one raises."""
-        if len(calls) == 1 and not inside_functorch() and current_trace() is None:
+        if len(calls) == 1 and not inside_functorch() and not is_recording():
             return [calls[0]()]
         # Transforms and traces that the caller is inside of don't reach another thread; autocast must.
         casts = [

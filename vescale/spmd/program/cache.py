@@ -67,6 +67,11 @@ class ProgramCache(Generic[T]):
             if len(self._programs) > self._bound:
                 self._programs.popitem(last=False)
 
+    def last(self) -> T:
+        """The program that was kept or used last."""
+        with self._lock:
+            return self._programs[next(reversed(self._programs))]
+
     def info(self) -> CacheInfo:
         with self._lock:
             return CacheInfo(self._hits, self._misses, len(self._programs), tuple(self._reasons))

@@ -46,7 +46,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """Shard one factor: operands and results that have it are sharded; other results are Partial."""
+    """Shard one factor: operands and results that have it are sharded; other results are Partial or alike."""
 
     name: str
 
@@ -54,6 +54,8 @@ class Factor:
         return digit_of(self.name, pattern.operands[index], pattern)
 
     def result(self, pattern: Pattern, place: int) -> State:
+        if place in pattern.alike.get(self.name, ()):
+            return None
         return digit_of(self.name, pattern.results[place], pattern) or Partial(pattern.reduction)
 
 
@@ -136,16 +138,16 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Every candidate over an axis of `size` ranks for operands found in `states`.
 
-    `taken` are the factors that other axes shard already. A factor that only results, or operands that
-    are not made yet, have is never proposed.
+    `taken` are the factors that other axes shard already. A factor that only results have is never
+    proposed, nor one that only operands have that are not made yet, or not with that factor sharded.
     """
     yield Whole()
     had = {
         name
         for dims, found in zip(pattern.operands, states, strict=True)
-        if ANY not in found
         for dim in dims
         for name in dim
+        if ANY not in found or digit_of(name, dims, pattern) in found
     }
     for name, length in pattern.sizes.items():
         if (

@@ -7,7 +7,7 @@ again when somebody reads them. Inputs are never written: tracing refuses that b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +30,14 @@ _FORMS: dict[OpOverload, Callable[..., Any]] = {
 
 def functionalise(graph: Graph) -> Graph:
     """The same computation without in-place ops."""
-    if not any(is_mutable(node.op) for node in graph.nodes):
+    if not any(is_mutable(node.op) or node.op is aten.native_batch_norm.default for node in graph.nodes):
         return graph
     return _Walk(graph).run()
+
+
+def updates_statistics(op: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether this is batch norm in training, with running statistics (arguments 3 and 4) that it writes."""
+    return op is aten.native_batch_norm.default and args[3] is not None and bool(args[5])
 
 
 class _Walk:
@@ -51,6 +56,8 @@ class _Walk:
         for node in self.graph.nodes:
             if torch.Tag.inplace_view in node.op.tags:  # squeeze_ writes no memory: it is a view
                 self.keep(replace(node, op=self.form(node)))
+            elif updates_statistics(node.op, node.args):
+                self.batch_norm(node)
             elif is_mutable(node.op) and torch.Tag.nondeterministic_seeded not in node.op.tags:
                 self.write(node)
             else:  # an in-place draw too: the partition refuses torch's random ops, and says what to use
@@ -138,6 +145,16 @@ class _Walk:
             [],
         )
         self.children.setdefault(target, []).append(out)
+
+    def batch_norm(self, node: Node) -> None:
+        """Its schema doesn't say that it writes the running statistics; the functional form returns them."""
+        renamed = self.renamed(node)
+        written = [arg.id for arg in node.args[3:5]]
+        values = [self.new(self.metas[target]) for target in written]
+        op = aten._native_batch_norm_legit_functional.default
+        self.nodes.append(replace(renamed, op=op, outs=(*node.outs, *values)))
+        for target, value in zip(written, values, strict=True):
+            self.assign(target, value, node)
 
     def assign(self, target: int, value: int, node: Node) -> None:
         """`target` is `value` from now on; what shares its memory follows."""

@@ -19,37 +19,33 @@ Nothing here depends on a rank: a mesh of 10,240 costs what a mesh of 8 costs. T
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from ..._errors import LayoutError, ShardingError, explain
-from ..layout import AbstractMesh, Layout, replicated
+from ..._errors import ShardingError, explain
+from ..layout import AbstractMesh, Digit, Layout, replicated
 from ..mapped_call import mapped_call
 from ..placements import InterleavedShard, P, Partial, RaggedShard, Shard
 from ..redistribute_plan import Step, plan
 from ..rules.notation import Dims, Pattern, find_rule, is_source
 from ..rules.random import refused
 from .candidates import (
-    ANY,
+    REFUSED,
     Candidate,
-    Cut,
-    Deferred,
-    Factor,
-    Impossible,
     State,
-    candidates,
     carry,
-    charge,
     digit_of,
     layout_from,
     refine,
     split_by,
     state_of,
 )
+from .choice import Operand, choose
 from .ir import Graph, Node, Origin, Ref, TensorMeta, map_args, refs_of
 from .trace import trace
 
@@ -173,6 +169,10 @@ class _Walk:
         self.uses = Counter(value for node in graph.nodes for value in _read(node)) + Counter(
             refs_of(graph.outputs)
         )
+        self.readers: dict[int, list[Node]] = defaultdict(list)
+        for node in graph.nodes:
+            for value in _read(node):
+                self.readers[value].append(node)
         self.values: list[LocalValue] = []
         self.steps: list[AnyStep] = []
         self.unruled: list[Node] = []
@@ -252,9 +252,29 @@ class _Walk:
         source = available.get(target)
         if source is not None:
             return self.view_again(value, source, target, cause, origin)
+        source = self.beneath(value, target)
+        if source is not None:  # its other views then find it moved
+            return self.view_again(value, source, target, cause, origin)
         routes = [(layout, plan(layout, target)) for layout in available]
         start, steps = min(routes, key=lambda route: (sum(step.traffic for step in route[1]), len(route[1])))
         return self.move(value, self.obtain(value, start, cause, origin), steps, cause, origin)
+
+    def beneath(self, value: int, target: Layout) -> Layout | None:
+        """The layout of what `value` views, element for element, that makes it a view in layout `target`."""
+        if value not in self.views or self.home(value).partials or target.partials or target.ragged:
+            return None
+        node, pattern, place = self.views[value]
+        shape = self.metas[next(node.refs())].shape
+        if math.prod(shape) != math.prod(target.shape):
+            return None
+        asked = refine(replace(pattern, operands=pattern.results, results=pattern.operands), 0, target)
+        states = {axis: state_of(target, axis) for axis, _ in target.spec.items()}
+        if any(_uncut(asked, state) for state in states.values()):
+            return None
+        source = layout_from(
+            self.mesh, shape, {axis: _deferred_state(asked, state, 0) for axis, state in states.items()}
+        )
+        return source if carry(pattern, self.mesh, source, place, target.shape) == target else None
 
     def move(self, value: int, number: int, steps: Sequence[Step], cause: str, origin: Origin) -> int:
         made = self.made[value]
@@ -271,10 +291,11 @@ class _Walk:
         broadcast = target.ragged is not None and any(
             dims and (len(dims) < len(target.shape) or not all(dims)) for dims in pattern.operands
         )
-        if target.partials or broadcast:  # no operand has these elements: make it whole, and cut
+        asked = refine(replace(pattern, operands=pattern.results, results=pattern.operands), 0, target)
+        uncut = pattern.view and any(_uncut(asked, state_of(target, axis)) for axis, _ in target.spec.items())
+        if target.partials or broadcast or uncut:  # no operand has these elements: make it whole, and cut
             whole = self.make(value, replicated(self.mesh, self.metas[value].shape), cause, origin)
             return self.move(value, whole, plan(self.values[whole].layout, target), cause, origin)
-        asked = refine(replace(pattern, operands=pattern.results, results=pattern.operands), 0, target)
         numbers = []
         for index, operand in enumerate(_read(node)):
             # The key of a draw is whole; what an elementwise op reads is cut like its result.
@@ -396,7 +417,7 @@ class _Walk:
             return source in self.deferred or not self.home(source).spec.items()
         refs = list(node.refs())
         return (
-            pattern.pointwise
+            (pattern.pointwise or pattern.view)
             and len(node.outs) == 1
             and bool(refs)
             and all(value in self.deferred for value in refs)
@@ -519,90 +540,56 @@ class _Walk:
     # The choice.
 
     def choose(self, node: Node, pattern: Pattern, operands: list[int]) -> dict[str, Candidate]:
-        """The cheapest candidate of each axis."""
-        chosen: dict[str, Candidate] = {}
-        layouts = [list(self.available(value)) for value in operands]
-        for axis in self.axes:
-            taken = frozenset(
-                candidate.name for candidate in chosen.values() if isinstance(candidate, Factor)
-            )
-            states: list[list[tuple[State | Deferred, float]]] = [
-                [(state_of(layout, axis), self.share(value, layout, axis)) for layout in found]
-                for value, found in zip(operands, layouts, strict=True)
-            ]
-            for value, found in zip(operands, states, strict=True):
-                if value in self.deferred:
-                    found.append((ANY, self.metas[value].nbytes))
-            possible = candidates(
-                pattern, self.mesh.axis_size(axis), [[state for state, _ in found] for found in states], taken
-            )
-            scored = [
-                (score, candidate)
-                for candidate in possible
-                if (score := self.score(axis, candidate, pattern, operands, states, node)) is not None
-            ]
-            best = sorted(scored, key=lambda entry: entry[0])
-            chosen[axis] = next(
-                candidate
-                for _, candidate in best
-                if self.legal({**chosen, axis: candidate}, pattern, operands, node)
-            )
-        return chosen
+        """The cheapest candidate of each axis; when it moves something, what others will move is free."""
+        chosen, cost = self.weigh(node, pattern, operands)
+        if not cost or cost >= REFUSED:
+            return chosen
+        wanted = [self.wanted(value) for value in operands]
+        return self.weigh(node, pattern, operands, wanted)[0] if any(wanted) else chosen
 
-    def legal(
-        self, chosen: Mapping[str, Candidate], pattern: Pattern, operands: list[int], node: Node
-    ) -> bool:
-        """Whether there are layouts with all of these states: not every piece can be cut raggedly."""
-        if not any(isinstance(candidate, Cut) for candidate in chosen.values()):
-            return True
-        outs = [out for out in node.outs if out is not None]
-        try:
-            for index, value in enumerate(operands):
-                states = {axis: candidate.operand(pattern, index) for axis, candidate in chosen.items()}
-                layout_from(self.mesh, self.metas[value].shape, states)
-            for place, out in enumerate(outs):
-                states = {axis: candidate.result(pattern, place) for axis, candidate in chosen.items()}
-                layout_from(self.mesh, self.metas[out].shape, states)
-        except LayoutError:
-            return False
-        return True
-
-    def score(
-        self,
-        axis: str,
-        candidate: Candidate,
-        pattern: Pattern,
-        operands: list[int],
-        states: list[list[tuple[State | Deferred, float]]],
-        node: Node,
-    ) -> tuple[float, int, int, int] | None:
-        """(bytes moved, moves, Partials made, bytes of the results); None when the node can't do that."""
-        size = self.mesh.axis_size(axis)
-        cost, moves = 0.0, 0
-        try:
-            for index, value in enumerate(operands):
-                need = candidate.operand(pattern, index)
-                extra, moved = min(
-                    charge(state, need, nbytes, size, value in self.pinned) for state, nbytes in states[index]
-                )
-                cost, moves = cost + extra, moves + moved
-        except Impossible:
-            return None
-        partials = memory = 0
-        for place, out in enumerate(out for out in node.outs if out is not None):
-            result = candidate.result(pattern, place)
-            partials += isinstance(result, Partial)
-            memory += self.metas[out].nbytes // (1 if result is None or isinstance(result, Partial) else size)
-        return cost, moves, partials, memory
-
-    def share(self, value: int, layout: Layout, axis: str) -> float:
-        """Bytes that a rank would hold with the value whole over `axis`."""
-        others = (
-            self.mesh.axis_size(other)
-            for other, placement in layout.spec.items()
-            if other != axis and not isinstance(placement, Partial)
+    def weigh(
+        self, node: Node, pattern: Pattern, operands: list[int], wanted: Sequence[Iterable[Layout]] = ()
+    ) -> tuple[dict[str, Candidate], float]:
+        """The candidates and the bytes that they move, with the layouts `wanted` of operands for nothing."""
+        found = [
+            Operand(
+                self.metas[value],
+                (*self.available(value), *more),
+                value in self.deferred,
+                value in self.pinned,
+            )
+            for value, more in zip_longest(operands, wanted, fillvalue=())
+        ]
+        return choose(
+            self.mesh, self.axes, pattern, found, [self.metas[out] for out in node.outs if out is not None]
         )
-        return self.metas[value].nbytes / math.prod(others)
+
+    def wanted(self, value: int) -> list[Layout]:
+        """Layouts that other nodes, which have a parameter to go with, will have the value moved to.
+
+        Linear layers take two products with the gradient that arrives: one has to gather it, if it is
+        split by rows and the weight is not, and the other then finds it gathered.
+        """
+        layouts: list[Layout] = []
+        if value in self.views:
+            node, pattern, place = self.views[value]
+            for layout in self.wanted(next(node.refs())):
+                carried = carry(pattern, self.mesh, layout, place, self.metas[value].shape)
+                layouts.extend([carried] if carried is not None else [])
+        for node in self.readers[value]:
+            operands = list(node.refs())
+            if any(out in self.made for out in node.outs) or not all(
+                other in self.made for other in operands
+            ):
+                continue  # it has been visited, or what it will meet is not known yet
+            if not any(other in self.pinned for other in operands) or find_rule(node.op) is None:
+                continue
+            pattern = self.pattern(node, operands)
+            chosen, _ = self.weigh(node, pattern, operands)
+            place = operands.index(value)
+            states = {axis: candidate.operand(pattern, place) for axis, candidate in chosen.items()}
+            layouts.append(layout_from(self.mesh, self.metas[value].shape, states))
+        return layouts
 
 
 def live(
@@ -623,6 +610,17 @@ def _read(node: Node) -> list[int]:
     """The values that a node reads: none of a draw's or a factory's but the key."""
     refs = list(node.refs())
     return refs[:1] if node.op.namespace == "vescale" else [] if is_source(node.op) else refs
+
+
+def _uncut(asked: Pattern, state: State) -> bool:
+    """Whether no part of what is viewed gives a result in `state`; `asked` is the pattern reversed."""
+    dims = asked.operands[0]
+    if isinstance(state, Digit):
+        names = [name for name in asked.sizes if state == digit_of(name, dims, asked)]
+        return asked.whole.issuperset(names)
+    if isinstance(state, (Shard, InterleavedShard)):
+        return dims[state.dim] not in asked.results[0] or not asked.whole.isdisjoint(dims[state.dim])
+    return state is not None
 
 
 def _deferred_state(asked: Pattern, state: State, index: int) -> State:

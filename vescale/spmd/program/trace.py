@@ -26,12 +26,14 @@ from ..._compat import (
     TorchDispatchMode,
     data_dependent_errors,
     is_mutable,
+    no_modes,
 )
 from ..._errors import TraceError, VescaleError, explain
 from ..layout import Layout
+from ..mesh import Mesh
 from ..placements import P
 from .functionalise import functionalise
-from .ir import Graph, Node, Origin, Ref, TensorMeta
+from .ir import Graph, Node, Origin, Ref, TensorMeta, map_args
 
 aten = torch.ops.aten
 
@@ -56,12 +58,13 @@ def gradient_of(name: str) -> str:
 class Mark:
     """A parameter among the inputs: its layout in use and at rest (where its gradient belongs).
 
-    `run_dtype` and `reduce_dtype` are those of its uses and of its gradient on the way (None: its own).
+    `dtype` is its own; `run_dtype` and `reduce_dtype` are those of its uses and of its gradient on the way.
     """
 
     name: str
     run: Layout
     rest: Layout
+    dtype: torch.dtype | None = None
     run_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
@@ -87,6 +90,7 @@ class Tracing:
     activations: Sequence[tuple[re.Pattern[str], P]] = ()
     used_activations: set[int] = field(default_factory=set)
     observer: Observer | None = None
+    mesh: Mesh | None = None  # where the function runs, when it runs on real values and nothing is recorded
     region: str = ""
     modules: list[str] = field(default_factory=list)  # the stack of running modules, by path
     seen: dict[torch.nn.Module, str] = field(default_factory=dict)  # paths of the modules that ran
@@ -99,6 +103,12 @@ _current: ContextVar[Tracing | None] = ContextVar("vescale_trace", default=None)
 def current_trace() -> Tracing | None:
     """The trace that is being recorded in this context, None outside."""
     return _current.get()
+
+
+def is_recording() -> bool:
+    """Whether a graph is being recorded in this context."""
+    tracing = _current.get()
+    return tracing is not None and tracing.mesh is None
 
 
 def trace(
@@ -115,7 +125,7 @@ def trace(
     """
     tracing = tracing or Tracing()
     fake_mode = FakeTensorMode()
-    with fake_mode:
+    with _counting_versions(), fake_mode:
         fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=meta.device) for meta in inputs]
     recorder = _Recorder(fake_mode, fakes, paths, tracing)
     tracing.marks = {id(fake): mark for fake, mark in zip(fakes, marks, strict=False) if mark is not None}
@@ -124,7 +134,7 @@ def trace(
         tracing.observer.inputs(fakes)
     token = _current.set(tracing)
     try:
-        with fake_mode, recorder, _module_stack(tracing):
+        with _counting_versions(), fake_mode, recorder, _module_stack(tracing):
             results = fn(fakes)
     except VescaleError:
         raise
@@ -133,6 +143,25 @@ def trace(
     finally:
         _current.reset(token)
     return functionalise(recorder.finish(results, tracing))
+
+
+@contextmanager
+def _counting_versions() -> Iterator[None]:
+    """A trace counts the versions of its tensors, which torch doesn't in inference mode."""
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
+@contextmanager
+def within(tracing: Tracing) -> Iterator[None]:
+    """Inside, a function runs on real values as `tracing` says: transforms find it, activations are pinned."""
+    token = _current.set(tracing)
+    try:
+        with _module_stack(tracing):
+            yield
+    finally:
+        _current.reset(token)
 
 
 class _Recorder(TorchDispatchMode):
@@ -151,6 +180,7 @@ class _Recorder(TorchDispatchMode):
         self.hidden: dict[int, tuple[int, torch.Tensor, torch.Tensor, int]] = {}  # last: its version
         self.line = ""
         self.wrote = ""  # the line of an in-place op whose versions are not checked yet
+        self.makers: dict[int, Node] = {}
         self.inputs = tuple(self.number(fake) for fake in fakes)
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -169,25 +199,63 @@ class _Recorder(TorchDispatchMode):
             self.wrote = ""
         self.line = user_line()
         args, kwargs = self.lift(args), {name: self.lift(value) for name, value in kwargs.items()}
+        if func is aten._local_scalar_dense.default and id(args[0]) in self.ids:
+            known = self.known_value(self.ids[id(args[0])])
+            if known is not None:
+                return known
         result = func(*args, **kwargs)
         if is_mutable(func):
             self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         if self.tracing.observer is not None:
             self.tracing.observer.call(func, (*args, *kwargs.values()), outs)
-        self.nodes.append(
-            Node(
-                func,
-                tuple(self.refer(arg) for arg in args),
-                {name: self.refer(value) for name, value in kwargs.items()},
-                tuple(self.number(out) if isinstance(out, torch.Tensor) else None for out in outs),
-                Origin(
-                    self.line, self.tracing.modules[-1] if self.tracing.modules else "", self.tracing.region
-                ),
-                isinstance(result, (tuple, list)),
-            )
+        node = Node(
+            func,
+            tuple(self.refer(arg) for arg in args),
+            {name: self.refer(value) for name, value in kwargs.items()},
+            tuple(self.number(out) if isinstance(out, torch.Tensor) else None for out in outs),
+            Origin(self.line, self.tracing.modules[-1] if self.tracing.modules else "", self.tracing.region),
+            isinstance(result, (tuple, list)),
         )
+        self.nodes.append(node)
+        self.makers.update((out, node) for out in node.outs if out is not None)
         return result
+
+    def known_value(self, value: int) -> Any:
+        """The number that `value` is in every call; None when it comes of an input, closure, draw or write.
+
+        Models ask for such values as they run (are positions that came of `arange` consecutive?): they
+        are computed then, for real, from the nodes that made them.
+        """
+        needed: dict[int, Node] = {}
+        pending = [value]
+        while pending:
+            number = pending.pop()
+            node = self.makers.get(number)
+            if (
+                node is None
+                or torch.Tag.nondeterministic_seeded in node.op.tags
+                or self.alive[number]._version
+            ):
+                return None
+            if number not in needed:
+                needed[number] = node
+                pending.extend(node.refs())
+        made: dict[int, Any] = {}
+        with no_modes():
+            for number in sorted(needed):  # values are numbered in the order in which they were made
+                if number in made:
+                    continue
+                node, get = needed[number], lambda ref: made[ref.id]
+                result = node.op(
+                    *map_args(node.args, get),
+                    **{name: map_args(arg, get) for name, arg in node.kwargs.items()},
+                )
+                results = result if isinstance(result, (tuple, list)) else (result,)
+                made.update(
+                    (out, one) for out, one in zip(node.outs, results, strict=True) if out is not None
+                )
+            return made[value].item()
 
     def lift(self, value: Any) -> Any:
         """Closed-over and constant tensors become hidden inputs, read at each call."""
@@ -204,11 +272,11 @@ class _Recorder(TorchDispatchMode):
                             remedy="pass it as an argument",
                         )
                     )
-                with self.fake_mode:
+                with _counting_versions(), self.fake_mode:
                     fake = torch.empty_strided(
                         value.shape, value.stride(), dtype=value.dtype, device=value.device
                     )
-                self.hidden[id(value)] = (self.number(fake), value, fake, value._version)
+                self.hidden[id(value)] = (self.number(fake), value, fake, _version(value))
             return self.hidden[id(value)][2]
         if isinstance(value, (tuple, list)):
             return type(value)([self.lift(item) for item in value])
@@ -251,7 +319,7 @@ class _Recorder(TorchDispatchMode):
                     )
                 )
         for _, tensor, _, version in self.hidden.values():
-            if tensor._version != version:
+            if _version(tensor) != version:
                 raise TraceError(
                     explain(
                         f"an in-place update of a closed-over tensor of shape {tuple(tensor.shape)}",
@@ -272,6 +340,11 @@ class _Recorder(TorchDispatchMode):
             tuple(self.metas),
             tuple(tracing.constraints),
         )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was written. Tensors made in inference mode don't count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def user_line() -> str:

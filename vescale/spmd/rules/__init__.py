@@ -1,17 +1,36 @@
 """Sharding rules, one family a file, in factor notation (see `notation`). Importing registers them."""
 
-from . import attention, elementwise, embedding, factories, matmul, norms, random, reductions, softmax, views
+from . import (
+    attention,
+    convolution,
+    elementwise,
+    embedding,
+    factories,
+    indexing,
+    matmul,
+    norms,
+    padding,
+    pooling,
+    random,
+    reductions,
+    softmax,
+    views,
+)
 from .notation import Pattern, find_rule, rule
 
 __all__ = [
     "Pattern",
     "attention",
+    "convolution",
     "elementwise",
     "embedding",
     "factories",
     "find_rule",
+    "indexing",
     "matmul",
     "norms",
+    "padding",
+    "pooling",
     "random",
     "reductions",
     "rule",

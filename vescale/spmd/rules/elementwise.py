@@ -173,6 +173,11 @@ def linear_in_first(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return broadcast_pattern(node, metas, linear=(frozenset((0,)),) if first else ())
 
 
+@rule(overloads(aten.fill))
+def fill(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
+    return broadcast_pattern(node, metas)
+
+
 @rule([aten.div.Tensor_mode, aten.div.Scalar_mode])
 def rounded_division(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return broadcast_pattern(node, metas)
@@ -186,6 +191,8 @@ def identity(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 @rule([aten._to_copy.default])
 def cast(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     # Only a cast that keeps every bit of a contribution may come before the sum of the contributions.
+    if not isinstance(node.args[0], Ref):  # vmap makes tensors of numbers so
+        return broadcast_pattern(node, metas)
     source, target = operand_metas(node, metas)[0].dtype, metas[node.outs[0] or 0].dtype
     exact = target == source or (
         source.is_floating_point
