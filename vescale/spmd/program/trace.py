@@ -89,6 +89,7 @@ class Tracing:
     marks: dict[int, Mark] = field(default_factory=dict)  # by id of the input
     activations: Sequence[tuple[re.Pattern[str], P]] = ()
     used_activations: set[int] = field(default_factory=set)
+    used: dict[str, Any] = field(default_factory=dict)  # parameters in use, by name: see `_module_stack`
     observer: Observer | None = None
     mesh: Mesh | None = None  # where the function runs, when it runs on real values and nothing is recorded
     region: str = ""
@@ -377,7 +378,7 @@ def _data_dependent(recorder: _Recorder, error: BaseException) -> TraceError:
 @contextmanager
 def _module_stack(tracing: Tracing) -> Iterator[None]:
     """Keeps the dotted path of the running module, and applies the plan's activation rules."""
-    from ..transforms import constrain_tree  # the transforms look at the trace; here the trace applies one
+    from ..transforms import constrain_tree, in_use  # they look at the trace; here the trace applies them
 
     names: dict[int, str] = {}
     depth = 0
@@ -396,6 +397,15 @@ def _module_stack(tracing: Tracing) -> Iterator[None]:
                 return constrain_tree(value, spec)
         return value
 
+    def use_parameters(module: torch.nn.Module) -> None:
+        """Parameters at rest that the caller has lent to the module (functional_call) are in use there."""
+        for name, lent in module._parameters.items():
+            mark = tracing.marks.get(id(lent))
+            if mark is not None and mark.run is not mark.rest:
+                if mark.name not in tracing.used:
+                    (tracing.used[mark.name],) = in_use([lent], [mark])
+                module._parameters[name] = tracing.used[mark.name]
+
     def enter(module: torch.nn.Module, args: Any) -> Any:
         nonlocal depth
         if current_trace() is not tracing:  # hooks are global: another thread is tracing this one
@@ -403,6 +413,7 @@ def _module_stack(tracing: Tracing) -> Iterator[None]:
         tracing.modules.append(name_of(module))
         tracing.seen[module] = tracing.modules[-1]
         depth += 1
+        use_parameters(module)
         return constrained(f"{tracing.modules[-1]}.input", args) if tracing.activations else None
 
     def leave(module: torch.nn.Module, args: Any, output: Any) -> Any:
