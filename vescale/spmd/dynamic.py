@@ -77,7 +77,7 @@ class Dynamic(Parallelized):
         for index in tensors:
             leaf, path = signature.leaves[index], placed.paths[index]
             if isinstance(leaf, DTensor) and path.partition(".")[0] in self._donate:
-                leaf.donate(f"argument {path!r} of call {self._calls} of {self._name}")
+                leaf.donate(path, f"call {self._calls} of {self._name}")
         return _tree.unflatten(spec, outputs)
 
     def _place(self, signature: Signature) -> _Placed:

@@ -7,8 +7,8 @@ kept. Every other call flattens its arguments, looks the program up and runs it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -18,16 +18,17 @@ from .. import _tree
 from .._errors import ArgumentError, PlanError, explain
 from . import rules as _rules  # noqa: F401  (registers them)
 from .agree import digest, give_up
-from .boundary import Static, enter, leave, own
+from .boundary import Apart, Static, enter, leave, own
 from .closure import Getter, Guard, getters
-from .dtensor import DTensor
+from .dtensor import DTensor, kind_of
 from .layout import Layout, replicated
 from .plan import Plan
+from .program import passes
 from .program.agreement import Record, agree, checksums
 from .program.cache import CacheInfo, ProgramCache
 from .program.cleanup import cleanup
 from .program.ir import Graph, Ref, TensorMeta
-from .program.partition import Partitioned, partition
+from .program.partition import Facts, Partitioned, partition
 from .program.program import (
     Collectives,
     aliases,
@@ -128,6 +129,8 @@ class Decision:
     paths: tuple[str, ...]
     aliases: tuple[int, ...]  # results that may be memory of a plain tensor of the caller's
     modules: tuple[torch.nn.Module, ...]  # that fn called
+    out_kinds: tuple[Any, ...]
+    places: Mapping[int, int]  # of the leaves that are tensors, among the inputs
 
     def takes(self, closed_over: list[torch.Tensor]) -> bool:
         """Whether the closed-over tensors still look as they did."""
@@ -145,6 +148,7 @@ class Entry:
     decision: Decision
     program: Any  # a Program, or whatever `_program` makes for `_run`
     closed_over: tuple[Getter, ...]
+    set_apart: Apart
 
 
 class Lowered:
@@ -219,13 +223,10 @@ class Parallelized:
     def _run(self, entry: Entry, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
         mesh, decision = self._plan.mesh, entry.decision
         inputs = self._enter(decision, leaves, hidden)
-        for index in decision.donated:
-            if isinstance(leaves[index], DTensor):
-                leaves[index].donate(
-                    f"argument {decision.paths[index]!r} of call {self._calls} of {self._name}"
-                )
+        if decision.donated:
+            self._donate_leaves(entry, leaves, inputs)
         results = own(entry.program(inputs), decision.aliases)
-        outputs = leave(mesh, results, decision.out_layouts)
+        outputs = leave(mesh, results, decision.out_layouts, decision.out_kinds)
         return _tree.unflatten(decision.out_spec, outputs)
 
     def _enter(self, decision: Decision, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
@@ -236,6 +237,18 @@ class Parallelized:
             hidden,
             lambda index, leaf, layout: self._mismatch(decision.paths[index], leaf, layout),
         )
+
+    def _donate_leaves(self, entry: Entry, leaves: list[Any], inputs: list[list[torch.Tensor]]) -> None:
+        decision, call = entry.decision, f"call {self._calls} of {self._name}"
+        for index in decision.donated:
+            leaf = leaves[index]
+            if isinstance(leaf, DTensor):
+                leaf.donate(decision.paths[index], call)
+            elif (place := decision.places[index]) in entry.program.overwritten:  # it stays the caller's
+                for values in inputs:
+                    values[place] = values[place].clone()
+        if entry.program.overwritten:
+            entry.set_apart(inputs)
 
     # A miss.
 
@@ -255,12 +268,13 @@ class Parallelized:
         # Watched together with what other traces of the same arguments ran: train and eval take turns.
         self._guards.setdefault(signature.key, Guard()).watch(modules)
         places = getters(self._fn, modules, (tensor for _, tensor in decision.graph.hidden))
-        entry = Entry(decision, self._program(decision), places)
+        program = self._program(decision)
+        entry = Entry(decision, program, places, Apart(getattr(program, "overwritten", frozenset())))
         self._cache.put((*signature.key, self._module_state(signature.key)), entry)
         return entry
 
     def _program(self, decision: Decision) -> Any:
-        return compile_partitioned(decision.partitioned, self._plan.mesh)
+        return compile_partitioned(decision.partitioned, self._plan.mesh, optimise=True)
 
     def _decide(self, signature: Signature) -> Decision:
         plan, mesh = self._plan, self._plan.mesh
@@ -297,15 +311,21 @@ class Parallelized:
             value for value, index in zip(graph.inputs, tensors, strict=True) if marks[index] is not None
         )
         partitioned = partition(graph, mesh.abstract, [*known, *hidden], wishes, parameters, names, results)
-        out_layouts = tuple(
-            Static(output) if number is None else partitioned.values[number].layout
-            for output, number in zip(graph.outputs, partitioned.outputs, strict=True)
-        )
         donated = tuple(
             index
             for index, path in enumerate(paths)
             if layouts[index] is not None
             and any(path == name or path.startswith(f"{name}.") for name in self._donate)
+        )
+        numbers = dict(zip(tensors, partitioned.inputs))
+        facts = Facts(
+            {numbers[index]: paths[index] for index in tensors},
+            frozenset(numbers[index] for index in donated),
+        )
+        partitioned = passes.apply(passes.DECISIONS, replace(partitioned, facts=facts))
+        out_layouts = tuple(
+            Static(output) if number is None else partitioned.values[number].layout
+            for output, number in zip(graph.outputs, partitioned.outputs, strict=True)
         )
         plain = {
             number
@@ -322,6 +342,12 @@ class Parallelized:
             tuple(paths),
             aliases(partitioned, plain),
             tuple(tracing.roots),
+            tuple(
+                None if number is None else kind_of(value.layout, value.meta.dtype)
+                for number in partitioned.outputs
+                for value in [partitioned.values[number or 0]]
+            ),
+            {index: place for place, index in enumerate(tensors)},
         )
 
     def _layouts(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -90,6 +90,18 @@ class LocalValue:
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """What passes may know about the inputs: their argument paths, and which the call may consume.
+
+    `notes` is for packages that add passes: what their part of the plan says.
+    """
+
+    names: Mapping[int, str] = field(default_factory=dict)
+    donated: frozenset[int] = frozenset()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Partitioned:
     """The decisions, the same for every rank. Numbers in it are those of `values`."""
 
@@ -99,6 +111,7 @@ class Partitioned:
     outputs: tuple[int | None, ...]  # None for a static result
     values: tuple[LocalValue, ...]
     unruled: tuple[Node, ...]  # nodes without a rule: they run whole on every rank
+    facts: Facts = Facts()
 
 
 def partition(

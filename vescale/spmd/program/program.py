@@ -7,6 +7,7 @@ at each collective, and the loop here runs it over the hosted ranks together.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +21,9 @@ from ..layout import AbstractMesh
 from ..mapped_call import mapped_call
 from ..mesh import Mesh
 from ..redistribute import Collective, bind
-from .codegen import Looks, generate
-from .emit import Call, Instruction, emit
+from . import passes
+from .codegen import generate
+from .emit import Call, Instruction, Listing, emit
 from .ir import Graph, Ref, TensorMeta, map_args
 from .mapped import (
     MappedTrace,
@@ -33,6 +35,7 @@ from .mapped import (
     same,
 )
 from .partition import Compute, Map, Move, Partitioned
+from .passes.memory import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +149,6 @@ def _arguments(step: Compute) -> str:
     return ", ".join(args + [f"{name}={map_args(value, local)}" for name, value in step.node.kwargs.items()])
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """What one rank runs: instructions over numbered values, and what its values look like."""
-
-    instructions: tuple[Instruction, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int | None, ...]
-    looks: Looks
-
-
 class Program:
     """The compiled programs of the ranks that this process hosts, for one signature.
 
@@ -171,19 +164,31 @@ class Program:
         labels: Sequence[str],
     ) -> None:
         self.mesh, self.exchanges, self.labels = mesh, list(exchanges), tuple(labels)
-        self.sources: list[str] = []
-        self.runs: list[Callable[[list[Any]], Any]] = []
-        for listing in listings:
-            run, source = generate(listing.instructions, listing.inputs, listing.outputs, listing.looks)
-            self.runs.append(run)
-            self.sources.append(source)
+        self.generated = [generate(made.instructions, made.inputs, made.outputs, made.looks) for made in listings]
+        self.runs = [made.run for made in self.generated]
+        self.overwritten = frozenset({place for made in listings for place in overwritten_inputs(made)})
 
     def __call__(self, inputs: list[list[Any]]) -> list[list[Any]]:
-        """Local inputs of each hosted rank (lists that are emptied) -> local outputs of each."""
-        with below_autograd():
-            if not self.exchanges:
-                return [run(values) for run, values in zip(self.runs, inputs, strict=True)]
-            return self._lockstep([run(values) for run, values in zip(self.runs, inputs, strict=True)])
+        """Local inputs of each hosted rank (lists that are emptied) -> local outputs of each.
+
+        The inputs at the places `overwritten` are written to, and their memory is that of results.
+        """
+        try:
+            with below_autograd():
+                if not self.exchanges:
+                    return [run(values) for run, values in zip(self.runs, inputs, strict=True)]
+                return self._lockstep([run(values) for run, values in zip(self.runs, inputs, strict=True)])
+        except Exception as error:
+            self._say_where(error)
+            raise
+
+    def _say_where(self, error: Exception) -> None:
+        """Note the user's line and module on an error of an instruction."""
+        frames = {made.filename: made.origins for made in self.generated}
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            origin = frames.get(frame.f_code.co_filename, {}).get(line)
+            if origin is not None and str(origin):
+                error.add_note(f"in the program's step for {origin}")
 
     def _lockstep(self, running: Sequence[Any]) -> list[list[Any]]:
         """Runs each rank up to its next collective, runs that for all, and so on to the end."""
@@ -212,8 +217,23 @@ class Program:
             ) from error
 
 
+def overwritten_inputs(listing: Listing) -> set[int]:
+    """The places of the inputs that the instructions write to."""
+    source: dict[int, int] = {}  # a result in the memory of an operand -> that operand
+    for instruction in listing.instructions:
+        if isinstance(instruction, Call) and instruction.overwrites:
+            source.update(
+                (out, operand)
+                for out, operand in zip(instruction.outs, instruction.overwrites, strict=True)
+                if out is not None
+            )
+    origins = Memory.of(listing).origins
+    written = {origin for operand in source.values() for origin in origins[operand]}
+    return {place for place, value in enumerate(listing.inputs) if value in written}
+
+
 def listing(partitioned: Partitioned, rank: int) -> Listing:
-    """What a rank of the mesh runs."""
+    """What a rank of the mesh runs, as decided."""
     values = partitioned.values
     instructions: list[Instruction] = []
     inner: dict[int, TensorMeta] = {}  # values inside mapped functions, at their local shapes
@@ -228,7 +248,14 @@ def listing(partitioned: Partitioned, rank: int) -> Listing:
             return inner[number].shape, inner[number].dtype
         return values[number].layout.local_shape(rank), values[number].meta.dtype
 
-    return Listing(tuple(instructions), partitioned.inputs, partitioned.outputs, looks)
+    return Listing(
+        tuple(instructions),
+        partitioned.inputs,
+        partitioned.outputs,
+        looks,
+        partitioned.facts.donated,
+        next((value.meta.device for value in values), torch.device("cpu")),
+    )
 
 
 def _inline(
@@ -259,12 +286,15 @@ def _inline(
 
 def source_of(partitioned: Partitioned, rank: int) -> str:
     """The generated Python of a rank of the mesh."""
-    made = listing(partitioned, rank)
-    return generate(made.instructions, made.inputs, made.outputs, made.looks)[1]
+    made = passes.apply(passes.LISTING, listing(partitioned, rank))
+    return generate(made.instructions, made.inputs, made.outputs, made.looks).source
 
 
-def compile_partitioned(partitioned: Partitioned, mesh: Mesh) -> Program:
-    """The program of decisions, for the ranks that `mesh` hosts here."""
+def compile_partitioned(partitioned: Partitioned, mesh: Mesh, *, optimise: bool = False) -> Program:
+    """The program of decisions, for the ranks that `mesh` hosts here.
+
+    With `optimise` the passes run over them; a program of one op gains nothing from that.
+    """
     exchanges: list[Collective] = []
     for step in partitioned.steps:
         if isinstance(step, Map):
@@ -272,6 +302,8 @@ def compile_partitioned(partitioned: Partitioned, mesh: Mesh) -> Program:
         elif isinstance(step, Move) and step.step.is_collective:
             exchanges.append(bind(step.step, mesh))
     listings = [listing(partitioned, rank) for rank in mesh.local_ranks]
+    if optimise:
+        listings = [passes.apply(passes.LISTING, made) for made in listings]
     return Program(mesh, listings, exchanges, sequence(partitioned))
 
 
