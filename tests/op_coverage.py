@@ -65,7 +65,9 @@ class Result:
     category: str
     cases: Counter[str] = field(default_factory=Counter)  # by verdict
     notes: list[tuple[str, str]] = field(default_factory=list)  # (verdict, what happened) of what isn't right
-    apart: Counter[str] = field(default_factory=Counter)  # cases of another category than the op's, by verdict
+    apart: Counter[str] = field(
+        default_factory=Counter
+    )  # cases of another category than the op's, by verdict
 
     @property
     def verdict(self) -> str:

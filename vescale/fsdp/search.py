@@ -110,5 +110,3 @@ def search(kinds: Sequence[Kind], num_shards: int, bound: int) -> tuple[int, lis
             else:
                 low = middle
     return best
-
-

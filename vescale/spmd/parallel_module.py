@@ -64,9 +64,10 @@ class ParallelModule:
         params: Mapping[str, Tensor] | None = None,
         buffers: Mapping[str, Tensor] | None = None,
         static: bool = True,
+        strict: bool = False,
     ) -> None:
         self.module, self.plan = module, plan
-        mesh = plan.mesh
+        mesh = plan.hosted(type(module).__name__)
         if params is None:
             params = distribute({name: p.detach() for name, p in module.named_parameters()}, plan)
         if buffers is None:
@@ -83,11 +84,11 @@ class ParallelModule:
         self._inner.outputs = {f"0.{path}".rstrip("."): spec for path, spec in plan.outputs.items()}
         self._static = static
         self._forward = (
-            Parallelized(self._call, self._inner, ())
+            Parallelized(self._call, self._inner, (), strict)
             if static
             else Dynamic(self._call, self._inner, tape=True)
         )
-        self._differentiated = _Differentiated(self._call, self._inner)
+        self._differentiated = _Differentiated(self._call, self._inner, strict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorded = self._static and torch.is_grad_enabled() and self._requires_grad((args, kwargs))
@@ -249,8 +250,8 @@ class _Pullback(Arguments):
 
         def forward(*values: Tensor) -> Any:
             filled = list(tensors)
-            for place, value in zip(places, values, strict=True):
-                filled[place] = value
+            for at, value in zip(places, values, strict=True):
+                filled[at] = value
             out, buffers = super(_Pullback, self).call(signature, filled)
             leaves, spec = _tree.flatten(out)
             floats = [leaf for leaf in leaves if _is_differentiable(leaf)]
@@ -299,13 +300,13 @@ class _Halves:
 class _Differentiated(Parallelized):
     """A function `-> (out, buffers)` whose `out` is on the tape of autograd."""
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan) -> None:
-        super().__init__(fn, plan, ())
+    def __init__(self, fn: Callable[..., Any], plan: Plan, strict: bool) -> None:
+        super().__init__(fn, plan, (), strict)
         self._arguments = _Pullback(fn)
 
     def _program(self, decision: Decision) -> _Halves:
         results = len(decision.graph.outputs) - decision.out_spec.child(2).num_leaves
-        parts, mesh = split(decision.partitioned, results), self._plan.mesh
+        parts, mesh = split(decision.partitioned, results), self._mesh
         values = decision.partitioned.values
         return _Halves(
             compile_partitioned(parts.forward, mesh),
@@ -315,7 +316,7 @@ class _Differentiated(Parallelized):
         )
 
     def _run(self, entry: Entry, leaves: list[Any], hidden: list[Tensor]) -> Any:
-        mesh, decision, halves = self._plan.mesh, entry.decision, entry.program
+        mesh, decision, halves = self._mesh, entry.decision, entry.program
         found = halves.forward(self._enter(decision, leaves, hidden))
         results = [values[: halves.results] for values in found]
         residuals = [values[halves.results :] for values in found]
@@ -328,9 +329,9 @@ class _Differentiated(Parallelized):
             if _is_differentiable(outputs[place])
         ]
         back = _Backward(mesh, halves, decision.out_layouts[halves.results :], chosen)
-        on_tape = _Tape.apply(back, residuals, [outputs[place] for place in places], *chosen)
-        for place, output in zip(places, on_tape, strict=True):  # pyright: ignore[reportArgumentType]
-            outputs[place] = output
+        on_tape = _Tape.apply(back, residuals, [outputs[at] for at in places], *chosen)
+        for at, output in zip(places, on_tape, strict=True):  # pyright: ignore[reportArgumentType]
+            outputs[at] = output
         missing = [None] * decision.out_spec.child(2).num_leaves
         return _tree.unflatten(decision.out_spec, [*outputs, *missing])[:2]
 

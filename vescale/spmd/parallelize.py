@@ -17,11 +17,14 @@ from torch import nn
 from .. import _tree
 from .._errors import ArgumentError, PlanError, explain
 from . import rules as _rules  # noqa: F401  (registers them)
+from .abstract import refuse_abstract, standing_for
 from .agree import digest, give_up
 from .boundary import Apart, Static, enter, leave, own
 from .closure import Getter, Guard, getters
 from .dtensor import DTensor, kind_of
 from .layout import Layout, replicated
+from .mesh import Mesh
+from .lowered import Inputs, Lowered
 from .plan import Plan
 from .program import passes
 from .program.agreement import Record, agree, checksums
@@ -30,15 +33,12 @@ from .program.cleanup import cleanup
 from .program.ir import Graph, Ref, TensorMeta
 from .program.partition import Facts, Partitioned, partition
 from .program.program import (
-    Collectives,
     aliases,
     as_lines,
-    as_text,
-    collectives,
     compile_partitioned,
     sequence,
-    source_of,
 )
+from .program.strict import refuse_unasked
 from .program.trace import Mark, Tracing, trace
 from .signature import PARTS, Arguments, Signature
 
@@ -48,17 +48,24 @@ if TYPE_CHECKING:
 
 @overload
 def parallelize(
-    fn: nn.Module, plan: Plan, *, donate: Sequence[str] = (), static: bool = True
+    fn: nn.Module, plan: Plan, *, static: bool = True, strict: bool = False, donate: Sequence[str] = ()
 ) -> ParallelModule: ...
 @overload
 def parallelize(
-    fn: Callable[..., Any], plan: Plan, *, donate: Sequence[str] = (), static: bool = True
+    fn: Callable[..., Any],
+    plan: Plan,
+    *,
+    static: bool = True,
+    strict: bool = False,
+    donate: Sequence[str] = (),
 ) -> Parallelized: ...
 @overload
 def parallelize(
-    fn: Plan, plan: None = None, *, donate: Sequence[str] = (), static: bool = True
+    fn: Plan, plan: None = None, *, static: bool = True, strict: bool = False, donate: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
-def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = (), static: bool = True) -> Any:
+def parallelize(
+    fn: Any, plan: Any = None, *, static: bool = True, strict: bool = False, donate: Sequence[str] = ()
+) -> Any:
     """Run `fn`, written for one device, on the mesh of `plan`. A call, or a decorator: `@parallelize(plan)`.
 
     fn: (*trees of tensors and static values) -> tree. A DTensor argument keeps its layout; a plain tensor is
@@ -68,6 +75,13 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = (), static
     program left them, with pending reductions done.
 
     `donate` names arguments whose DTensors the call may consume: using one afterwards is an error.
+
+    With `strict`, communication that the plan did not ask for is a ShardingError that names the op, its
+    source line, the bytes and the line that would ask for it. The plan asks for what a constraint moves
+    (`vs.constrain`, `activations`, a parameter's layout in use or at rest), for the layouts of results, for
+    what a `vs.shard_map` inside says and calls, and for the sums that are pending where an op contracts
+    over a dim that is split. It does not ask for what moves because an op needs a dim whole, or its operands
+    in one layout, or has no sharding rule. `lower(...).collectives()` gives the reason of each.
 
     fn is traced: Python control flow on a tensor's value, a shape that depends on data, or mutation
     of an argument is a TraceError that names the line. Python numbers are static: each new value
@@ -94,7 +108,7 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = (), static
     from .parallel_module import ParallelModule
 
     if isinstance(fn, Plan):
-        return lambda function: parallelize(function, fn, donate=donate, static=static)
+        return lambda function: parallelize(function, fn, static=static, strict=strict, donate=donate)
     if not isinstance(plan, Plan):
         raise ArgumentError(
             explain(
@@ -112,8 +126,8 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = (), static
                     remedy="donate arguments of a train step that takes vs.functional(module)'s params",
                 )
             )
-        return ParallelModule(fn, plan, static=static)
-    return (Parallelized if static else Dynamic)(fn, plan, tuple(donate))
+        return ParallelModule(fn, plan, static=static, strict=strict)
+    return (Parallelized if static else Dynamic)(fn, plan, tuple(donate), strict)
 
 
 @dataclass(frozen=True)
@@ -151,29 +165,12 @@ class Entry:
     set_apart: Apart
 
 
-class Lowered:
-    """A decided program that has not run: what `fn` does on the mesh, for arguments like those given."""
-
-    def __init__(self, decision: Decision) -> None:
-        self._partitioned = decision.partitioned
-
-    def as_text(self) -> str:
-        """The program, one instruction a line, with the layout of each value and where it came from."""
-        return as_text(self._partitioned)
-
-    def source(self, rank: int = 0) -> str:
-        """The generated Python of a rank of the mesh."""
-        return source_of(self._partitioned, rank)
-
-    def collectives(self) -> Collectives:
-        """Each collective in order: kind, axes, bytes that rank 0 receives, cause and source line."""
-        return collectives(self._partitioned)
-
-
 class Parallelized:
     """A function on a mesh: see `parallelize`. `__wrapped__` is the function for one device."""
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan, donate: tuple[str, ...]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], plan: Plan, donate: tuple[str, ...], strict: bool = False
+    ) -> None:
         if not callable(fn):
             raise ArgumentError(
                 explain(
@@ -182,7 +179,7 @@ class Parallelized:
                     remedy="pass the train step itself",
                 )
             )
-        self._fn, self._plan, self._donate = fn, plan, donate
+        self._fn, self._plan, self._donate, self._strict = fn, plan, donate, strict
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._arguments = Arguments(fn)
         unknown = [name for name in donate if name not in self._arguments.names]
@@ -211,8 +208,30 @@ class Parallelized:
         return self._run(entry, signature.leaves, closed_over)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The program for arguments like these, without running it or communicating."""
-        return Lowered(self._decide(self._arguments.bind(args, kwargs)))
+        """The program for arguments like these, without running it or communicating.
+
+        Arguments need no values: tensors on the meta device, or fake ones, stand for those on the mesh's
+        device. With a plan on an `AbstractMesh` there need be no ranks either.
+
+        >>> import torch, vescale as vs
+        >>> mesh = vs.AbstractMesh(("dp",), (4096,))
+        >>> plan = vs.Plan(mesh, inputs={"x": vs.P(dp=vs.Shard(0))})
+        >>> lowered = vs.parallelize(lambda x: x.sum(), plan).lower(torch.empty(8192, device="meta"))
+        >>> lowered.collectives()[0].bytes
+        16380
+        """
+        decision = self._decide(self._arguments.bind(args, kwargs))
+        tensors = [index for index, layout in enumerate(decision.layouts) if layout is not None]
+        numbers = dict(zip(tensors, decision.partitioned.inputs))
+        paths = {number: decision.paths[index] for index, number in numbers.items()}
+        own = self._plan.params_arg
+        inputs = Inputs(
+            paths,
+            frozenset(n for n, path in paths.items() if path == own or path.startswith(f"{own}.")),
+            frozenset(numbers[index] for index in decision.donated),
+            self._plan.device,
+        )
+        return Lowered(decision.partitioned, inputs)
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses, and for each miss which part of the signature was new."""
@@ -220,8 +239,12 @@ class Parallelized:
 
     # One call.
 
+    @functools.cached_property
+    def _mesh(self) -> Mesh:
+        return self._plan.hosted(self._name)
+
     def _run(self, entry: Entry, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
-        mesh, decision = self._plan.mesh, entry.decision
+        mesh, decision = self._mesh, entry.decision
         inputs = self._enter(decision, leaves, hidden)
         if decision.donated:
             self._donate_leaves(entry, leaves, inputs)
@@ -231,7 +254,7 @@ class Parallelized:
 
     def _enter(self, decision: Decision, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
         return enter(
-            self._plan.mesh,
+            self._mesh,
             leaves,
             decision.layouts,
             hidden,
@@ -253,7 +276,8 @@ class Parallelized:
     # A miss.
 
     def _compile(self, signature: Signature) -> Entry:
-        mesh = self._plan.mesh
+        mesh = self._mesh
+        refuse_abstract(signature.leaves, signature.paths, self._name)
         try:
             decision = self._decide(signature)
         except Exception as error:
@@ -274,7 +298,7 @@ class Parallelized:
         return entry
 
     def _program(self, decision: Decision) -> Any:
-        return compile_partitioned(decision.partitioned, self._plan.mesh, optimise=True)
+        return compile_partitioned(decision.partitioned, self._mesh, optimise=True)
 
     def _decide(self, signature: Signature) -> Decision:
         plan, mesh = self._plan, self._plan.mesh
@@ -287,8 +311,8 @@ class Parallelized:
             out_spec[:] = [spec]
             return results
 
-        tracing = Tracing(activations=plan.activation_rules())
-        inputs = [TensorMeta.of(signature.leaves[index]) for index in tensors]
+        tracing = Tracing(activations=plan.activation_rules(), device=plan.device)
+        inputs = [standing_for(TensorMeta.of(signature.leaves[index]), plan.device) for index in tensors]
         graph = cleanup(
             trace(
                 flat,
@@ -311,6 +335,8 @@ class Parallelized:
             value for value, index in zip(graph.inputs, tensors, strict=True) if marks[index] is not None
         )
         partitioned = partition(graph, mesh.abstract, [*known, *hidden], wishes, parameters, names, results)
+        if self._strict:
+            refuse_unasked(partitioned, self._name)
         donated = tuple(
             index
             for index, path in enumerate(paths)

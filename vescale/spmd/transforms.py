@@ -140,7 +140,7 @@ def at_rest(gradients: Sequence[Any], marks: Sequence[Mark | None]) -> list[Any]
     return [
         gradient
         if mark is None or tracing is None
-        else _pin(tracing, gradient, Pin(mark.rest, f"gradient of {mark.name}"), transpose=False)
+        else _pin(tracing, gradient, Pin(mark.rest, f"gradient of {mark.name}", True), transpose=False)
         for gradient, mark in zip(gradients, marks, strict=True)
     ]
 

@@ -42,9 +42,7 @@ def join_addcdiv(listing: Listing) -> Listing:
                 quotient = quotients.get(term.id)
                 if quotient is not None and quotient.origin.region == instruction.origin.region:
                     joined.add(term.id)
-                    instruction = replace(
-                        instruction, fn=aten.addcdiv.default, args=(total, *quotient.args)
-                    )
+                    instruction = replace(instruction, fn=aten.addcdiv.default, args=(total, *quotient.args))
         instructions.append(instruction)
     return replace(
         listing,
