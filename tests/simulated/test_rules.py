@@ -4,6 +4,9 @@ Operands hold whole numbers, so that sums and products are exact in whatever ord
 equality is bitwise, also where a reduction is reordered. `bound` says where it can't be.
 """
 
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -237,6 +240,8 @@ ELSEWHERE = {"random_bits", "derive_keys", "normal_from_bits", "empty", "empty_l
 
 def test_no_rule_is_untested():
     tested = {op.__name__ for op, *_ in CALLS} | {op.__name__ for op in FACTORIES} | ELSEWHERE
+    for path in Path(__file__).parent.glob("test_rules_*.py"):
+        tested |= {case.op.__name__ for case in import_module(f"tests.simulated.{path.stem}").CASES}
     assert {op.overloadpacket.__name__ for op in notation._rules} == tested
 
 

@@ -46,7 +46,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """Shard one factor: operands and results that have it are sharded; other results are Partial."""
+    """Shard one factor: operands and results that have it are sharded; other results are Partial or alike."""
 
     name: str
 
@@ -54,6 +54,8 @@ class Factor:
         return digit_of(self.name, pattern.operands[index], pattern)
 
     def result(self, pattern: Pattern, place: int) -> State:
+        if place in pattern.alike.get(self.name, ()):
+            return None
         return digit_of(self.name, pattern.results[place], pattern) or Partial(pattern.reduction)
 
 

@@ -62,6 +62,7 @@ class Pattern:
     commutes with it: as `local` adapts it, it runs on pieces (rows, *rest). One dim keeps the number of dims.
     `view`: the result shares memory with operand 0 and costs nothing. `reduction`: what sharding a `sum`
     factor leaves pending.
+    `alike`: factor -> results that don't depend on it: each rank has them whole when the factor is sharded.
     `expand`: factor -> a function of the node's arguments to run in its place when the factor is sharded.
     `contiguous`: factors of which a rank may only hold one run. `local`: adapts the call to one rank.
     """
@@ -76,6 +77,7 @@ class Pattern:
     pointwise: bool = False
     view: bool = False
     reduction: str = "sum"
+    alike: Mapping[str, frozenset[int]] = field(default_factory=dict)
     expand: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     contiguous: frozenset[str] = frozenset()
     local: Localise | None = None
@@ -97,9 +99,10 @@ class Pattern:
             first: outer,
             second: self.sizes[factor] // outer,
         }
-        expand = dict(self.expand)
-        if factor in expand:
-            expand[first] = expand[second] = expand.pop(factor)
+        alike, expand = dict(self.alike), dict(self.expand)
+        for of_factor in (alike, expand):
+            if factor in of_factor:
+                of_factor[first] = of_factor[second] = of_factor.pop(factor)  # type: ignore[index]
         return replace(
             self,
             operands=tuple(map(dims, self.operands)),
@@ -108,6 +111,7 @@ class Pattern:
             sum=names(self.sum),
             whole=names(self.whole) | ({second} if factor in self.contiguous else set()),
             contiguous=names(self.contiguous),
+            alike=alike,
             expand=expand,
         )
 
