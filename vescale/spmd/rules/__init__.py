@@ -2,6 +2,7 @@
 
 from . import (
     attention,
+    batch_norms,
     convolution,
     elementwise,
     embedding,
@@ -20,6 +21,7 @@ from .notation import Pattern, find_rule, rule
 __all__ = [
     "Pattern",
     "attention",
+    "batch_norms",
     "convolution",
     "elementwise",
     "embedding",
