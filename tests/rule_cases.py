@@ -37,13 +37,14 @@ class Case:
         return f"{self.op.__name__}{tuple(map(tuple, (tensor.shape for tensor in self.tensors())))}"
 
     def tensors(self):
-        return [leaf for leaf in _tree.leaves(list(self.args)) if isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in _tree.leaves([self.args, self.kwargs]) if isinstance(leaf, torch.Tensor)]
 
     def call(self, *tensors):
-        leaves, spec = _tree.flatten(list(self.args))
+        leaves, spec = _tree.flatten([self.args, self.kwargs])
         taken = iter(tensors)
         filled = [next(taken) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return self.op(*_tree.unflatten(spec, filled), **self.kwargs)
+        args, kwargs = _tree.unflatten(spec, filled)
+        return self.op(*args, **kwargs)
 
 
 def names(cases):

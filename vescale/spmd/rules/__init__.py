@@ -13,6 +13,7 @@ from . import (
     pooling,
     random,
     reductions,
+    scans,
     softmax,
     views,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "random",
     "reductions",
     "rule",
+    "scans",
     "softmax",
     "views",
 ]
