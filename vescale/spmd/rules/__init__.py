@@ -2,6 +2,7 @@
 
 from . import (
     attention,
+    batch_norms,
     convolution,
     elementwise,
     embedding,
@@ -14,6 +15,7 @@ from . import (
     pooling,
     random,
     reductions,
+    scans,
     softmax,
     views,
 )
@@ -22,6 +24,7 @@ from .notation import Pattern, find_rule, rule
 __all__ = [
     "Pattern",
     "attention",
+    "batch_norms",
     "convolution",
     "elementwise",
     "embedding",
@@ -36,6 +39,7 @@ __all__ = [
     "random",
     "reductions",
     "rule",
+    "scans",
     "softmax",
     "views",
 ]
