@@ -16,7 +16,7 @@ from .spmd.redistribute_many import redistribute_many
 from .spmd.program.dispatch import no_implicit_redistribute
 
 # layouts and tensors
-from .spmd.layout import Layout
+from .spmd.layout import AbstractMesh, Layout
 from .spmd.visualize import visualize
 
 # meshes and placements
@@ -59,6 +59,7 @@ from .spmd.ragged_collectives import all_gather_ragged, all_to_all_ragged, psum_
 from .spmd.transforms import constrain, grad, remat, value_and_grad, vmap
 
 __all__ = [
+    "AbstractMesh",
     "DTensor",
     "InterleavedShard",
     "Layout",

@@ -29,6 +29,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 PUBLIC = [
     "VescaleError",
+    "AbstractMesh",
     "Mesh",
     "make_mesh",
     "InterleavedShard",

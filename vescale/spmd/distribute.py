@@ -23,11 +23,12 @@ def distribute(tree: Any, plan: Plan) -> Any:
     >>> tree["w"].to_local(0)
     tensor([1., 1.])
     """
+    mesh = plan.hosted("vs.distribute")
     leaves, spec = _tree.flatten(tree)
     placed = []
     for leaf, entry in zip(leaves, plan.resolve(tree), strict=True):
         if isinstance(leaf, DTensor):
             placed.append(leaf.redistribute(entry.rest.spec))
         else:
-            placed.append(distribute_tensor(leaf, plan.mesh, entry.rest.spec))
+            placed.append(distribute_tensor(leaf, mesh, entry.rest.spec))
     return _tree.unflatten(spec, placed)

@@ -16,11 +16,13 @@ import torch
 from .. import _tree
 from .._errors import ArgumentError, PlanError, explain
 from . import rules as _rules  # noqa: F401  (registers them)
+from .abstract import refuse_abstract, standing_for
 from .agree import digest, give_up
 from .boundary import Static, enter, leave, own
 from .closure import Getter, Guard, getters
 from .dtensor import DTensor
 from .layout import Layout, replicated
+from .lowered import Inputs, Lowered
 from .plan import Plan
 from .program.agreement import Record, agree, checksums
 from .program.cache import CacheInfo, ProgramCache
@@ -28,27 +30,26 @@ from .program.cleanup import cleanup
 from .program.ir import Graph, Ref, TensorMeta
 from .program.partition import Partitioned, partition
 from .program.program import (
-    Collectives,
     Program,
     aliases,
     as_lines,
-    as_text,
-    collectives,
     compile_partitioned,
     sequence,
-    source_of,
 )
+from .program.strict import refuse_unasked
 from .program.trace import Mark, Tracing, trace
 from .signature import PARTS, Arguments, Signature
 
 
 @overload
-def parallelize(fn: Callable[..., Any], plan: Plan, *, donate: Sequence[str] = ()) -> Parallelized: ...
+def parallelize(
+    fn: Callable[..., Any], plan: Plan, *, strict: bool = False, donate: Sequence[str] = ()
+) -> Parallelized: ...
 @overload
 def parallelize(
-    fn: Plan, plan: None = None, *, donate: Sequence[str] = ()
+    fn: Plan, plan: None = None, *, strict: bool = False, donate: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
-def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = ()) -> Any:
+def parallelize(fn: Any, plan: Any = None, *, strict: bool = False, donate: Sequence[str] = ()) -> Any:
     """Run `fn`, written for one device, on the mesh of `plan`. A call, or a decorator: `@parallelize(plan)`.
 
     fn: (*trees of tensors and static values) -> tree. A DTensor argument keeps its layout; a plain tensor is
@@ -58,6 +59,13 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = ()) -> Any
     program left them, with pending reductions done.
 
     `donate` names arguments whose DTensors the call may consume: using one afterwards is an error.
+
+    With `strict`, communication that the plan did not ask for is a ShardingError that names the op, its
+    source line, the bytes and the line that would ask for it. The plan asks for what a constraint moves
+    (`vs.constrain`, `activations`, a parameter's layout in use or at rest), for the layouts of results, for
+    what a `vs.shard_map` inside says and calls, and for the sums that are pending where an op contracts
+    over a dim that is split. It does not ask for what moves because an op needs a dim whole, or its operands
+    in one layout, or has no sharding rule. `lower(...).collectives()` gives the reason of each.
 
     fn is traced: Python control flow on a tensor's value, a shape that depends on data, or mutation
     of an argument is a TraceError that names the line. Python numbers are static: each new value
@@ -74,7 +82,7 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = ()) -> Any
     all_reduce
     """
     if isinstance(fn, Plan):
-        return lambda function: Parallelized(function, fn, tuple(donate))
+        return lambda function: Parallelized(function, fn, tuple(donate), strict)
     if not isinstance(plan, Plan):
         raise ArgumentError(
             explain(
@@ -83,7 +91,7 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = ()) -> Any
                 remedy="vs.parallelize(fn, vs.Plan(mesh, params=..., inputs=...))",
             )
         )
-    return Parallelized(fn, plan, tuple(donate))
+    return Parallelized(fn, plan, tuple(donate), strict)
 
 
 @dataclass(frozen=True)
@@ -118,29 +126,12 @@ class Entry:
     closed_over: tuple[Getter, ...]
 
 
-class Lowered:
-    """A decided program that has not run: what `fn` does on the mesh, for arguments like those given."""
-
-    def __init__(self, decision: Decision) -> None:
-        self._partitioned = decision.partitioned
-
-    def as_text(self) -> str:
-        """The program, one instruction a line, with the layout of each value and where it came from."""
-        return as_text(self._partitioned)
-
-    def source(self, rank: int = 0) -> str:
-        """The generated Python of a rank of the mesh."""
-        return source_of(self._partitioned, rank)
-
-    def collectives(self) -> Collectives:
-        """Each collective in order: kind, axes, bytes that rank 0 receives, cause and source line."""
-        return collectives(self._partitioned)
-
-
 class Parallelized:
     """A function on a mesh: see `parallelize`. `__wrapped__` is the function for one device."""
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan, donate: tuple[str, ...]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], plan: Plan, donate: tuple[str, ...], strict: bool = False
+    ) -> None:
         if not callable(fn):
             raise ArgumentError(
                 explain(
@@ -149,7 +140,7 @@ class Parallelized:
                     remedy="pass the train step itself",
                 )
             )
-        self._fn, self._plan, self._donate = fn, plan, donate
+        self._fn, self._plan, self._donate, self._strict = fn, plan, donate, strict
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._arguments = Arguments(fn)
         unknown = [name for name in donate if name not in self._arguments.names]
@@ -178,8 +169,30 @@ class Parallelized:
         return self._run(entry, signature.leaves, closed_over)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The program for arguments like these, without running it or communicating."""
-        return Lowered(self._decide(self._arguments.bind(args, kwargs)))
+        """The program for arguments like these, without running it or communicating.
+
+        Arguments need no values: tensors on the meta device, or fake ones, stand for those on the mesh's
+        device. With a plan on an `AbstractMesh` there need be no ranks either.
+
+        >>> import torch, vescale as vs
+        >>> mesh = vs.AbstractMesh(("dp",), (4096,))
+        >>> plan = vs.Plan(mesh, inputs={"x": vs.P(dp=vs.Shard(0))})
+        >>> lowered = vs.parallelize(lambda x: x.sum(), plan).lower(torch.empty(8192, device="meta"))
+        >>> lowered.collectives()[0].bytes
+        16380
+        """
+        decision = self._decide(self._arguments.bind(args, kwargs))
+        tensors = [index for index, layout in enumerate(decision.layouts) if layout is not None]
+        numbers = dict(zip(tensors, decision.partitioned.inputs))
+        paths = {number: decision.paths[index] for index, number in numbers.items()}
+        own = self._plan.params_arg
+        inputs = Inputs(
+            paths,
+            frozenset(n for n, path in paths.items() if path == own or path.startswith(f"{own}.")),
+            frozenset(numbers[index] for index in decision.donated),
+            self._plan.device,
+        )
+        return Lowered(decision.partitioned, inputs)
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses, and for each miss which part of the signature was new."""
@@ -188,7 +201,7 @@ class Parallelized:
     # One call.
 
     def _run(self, entry: Entry, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
-        mesh, decision = self._plan.mesh, entry.decision
+        mesh, decision = entry.program.mesh, entry.decision
         inputs = enter(
             mesh,
             leaves,
@@ -208,7 +221,8 @@ class Parallelized:
     # A miss.
 
     def _compile(self, signature: Signature) -> Entry:
-        mesh = self._plan.mesh
+        mesh = self._plan.hosted(self._name)
+        refuse_abstract(signature.leaves, signature.paths, self._name)
         try:
             decision = self._decide(signature)
         except Exception as error:
@@ -238,8 +252,8 @@ class Parallelized:
             out_spec[:] = [spec]
             return results
 
-        tracing = Tracing(activations=plan.activation_rules())
-        inputs = [TensorMeta.of(signature.leaves[index]) for index in tensors]
+        tracing = Tracing(activations=plan.activation_rules(), device=plan.device)
+        inputs = [standing_for(TensorMeta.of(signature.leaves[index]), plan.device) for index in tensors]
         graph = cleanup(
             trace(
                 flat,
@@ -260,6 +274,8 @@ class Parallelized:
             value for value, index in zip(graph.inputs, tensors, strict=True) if marks[index] is not None
         )
         partitioned = partition(graph, mesh.abstract, [*known, *hidden], wishes, parameters, names, results)
+        if self._strict:
+            refuse_unasked(partitioned, self._name)
         out_layouts = tuple(
             Static(output) if number is None else partitioned.values[number].layout
             for output, number in zip(graph.outputs, partitioned.outputs, strict=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .. import _tree
-from .._errors import LayoutError, PlanError, explain, near_misses
-from .layout import Layout
+from .._errors import ArgumentError, LayoutError, PlanError, explain, near_misses
+from .layout import AbstractMesh, Layout
 from .mesh import Mesh
 from .placements import P
 
@@ -38,16 +41,25 @@ class ResolvedParameter:
     rest: Layout
     run: Layout
     rule: str | None
+    dtype: torch.dtype | None = None
+
+    @property
+    def local(self) -> str:
+        """What rank 0 holds at rest: its shape, and its bytes where the dtype is known."""
+        shape = self.rest.local_shape(0)
+        held = "" if self.dtype is None else f" {math.prod(shape) * self.dtype.itemsize:,} B"
+        return f"{shape}{held}"
 
 
 class Resolved(tuple[ResolvedParameter, ...]):
     """What a plan says of each parameter of a tree, in the order of its leaves; prints as a table."""
 
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "at rest", "in use", "rule")]
+        rows = [("parameter", "shape", "at rest", "in use", "on rank 0", "rule")]
         for entry in self:
             run = "same" if entry.run is entry.rest else str(entry.run.spec)
-            rows.append((entry.path, str(entry.rest.shape), str(entry.rest.spec), run, entry.rule or "-"))
+            shape, rest, rule = str(entry.rest.shape), str(entry.rest.spec), entry.rule or "-"
+            rows.append((entry.path, shape, rest, run, entry.local, rule))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -68,7 +80,7 @@ class Plan:
     a module path + ".input" or ".output" and pin floating-point tensors there.
 
     A rule that matches nothing is a PlanError that lists near misses. Plans compose: in `a | b` the rules
-    of b come first.
+    of b come first. A plan on an `AbstractMesh` can be resolved and lowered, and has no ranks to run on.
 
     >>> from vescale.spmd.mesh import make_mesh
     >>> from vescale.spmd.placements import Shard
@@ -76,14 +88,14 @@ class Plan:
     >>> plan = Plan(mesh, params={r".*fc1.weight": P(tp=Shard(0))})
     >>> import torch
     >>> print(plan.resolve({"mlp.fc1.weight": torch.ones(4, 2), "mlp.fc2.bias": torch.ones(2)}))
-    parameter       shape   at rest         in use  rule
-    mlp.fc1.weight  (4, 2)  P(tp=Shard(0))  same    .*fc1.weight
-    mlp.fc2.bias    (2,)    P()             same    -
+    parameter       shape   at rest         in use  on rank 0    rule
+    mlp.fc1.weight  (4, 2)  P(tp=Shard(0))  same    (2, 2) 16 B  .*fc1.weight
+    mlp.fc2.bias    (2,)    P()             same    (2,) 8 B     -
     """
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
         params: Mapping[str, P | Staged] | None = None,
         inputs: Mapping[str, P] | None = None,
         outputs: Mapping[str, P] | None = None,
@@ -96,6 +108,24 @@ class Plan:
         self.inputs, self.outputs = dict(inputs or {}), dict(outputs or {})
         self.activations = dict(activations or {})
         self._check()
+
+    @property
+    def device(self) -> torch.device:
+        """Where its mesh computes; the CPU stands for the device of an AbstractMesh."""
+        return self.mesh.device if isinstance(self.mesh, Mesh) else torch.device("cpu")
+
+    def hosted(self, where: str) -> Mesh:
+        """The mesh, to put tensors on and run programs; ArgumentError when there are no ranks."""
+        if isinstance(self.mesh, Mesh):
+            return self.mesh
+        raise ArgumentError(
+            explain(
+                f"a plan on the abstract mesh {self.mesh}",
+                where=where,
+                rule="an AbstractMesh has no ranks: its programs can be lowered, not run",
+                remedy="call .lower(...), or make the plan with vs.make_mesh(...)",
+            )
+        )
 
     def __or__(self, other: Plan) -> Plan:
         if other.mesh is not self.mesh:
@@ -129,12 +159,18 @@ class Plan:
         all of them at once.
         """
         paths, leaves, _ = _tree.flatten_with_path(tree)
-        return self.resolve_shapes(paths, [tuple(leaf.shape) for leaf in leaves])
+        shapes, dtypes = [tuple(leaf.shape) for leaf in leaves], [leaf.dtype for leaf in leaves]
+        return self.resolve_shapes(paths, shapes, dtypes)
 
-    def resolve_shapes(self, paths: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Resolved:
+    def resolve_shapes(
+        self,
+        paths: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[torch.dtype] | None = None,
+    ) -> Resolved:
         """`resolve` for parameters by path and shape."""
         unmatched, problems, resolved = dict(self.params), [], []
-        for path, shape in zip(paths, shapes, strict=True):
+        for path, shape, dtype in zip(paths, shapes, dtypes or [None] * len(shapes), strict=True):
             matches = [rule for rule in self.params if re.fullmatch(rule, path)]
             for rule in matches:
                 unmatched.pop(rule, None)
@@ -146,6 +182,7 @@ class Plan:
                     Layout(self.mesh.abstract, rest, shape),
                     Layout(self.mesh.abstract, run, shape),
                     matches[0] if matches else None,
+                    dtype,
                 )
                 resolved.append(made)
             except LayoutError as error:

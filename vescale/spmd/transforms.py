@@ -140,7 +140,9 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
             gradients = [
                 gradient
                 if mark is None
-                else _pin(tracing, gradient, Pin(mark.rest, f"gradient of {mark.name}"), transpose=False)
+                else _pin(
+                    tracing, gradient, Pin(mark.rest, f"gradient of {mark.name}", True), transpose=False
+                )
                 for gradient, mark in zip(gradients, marks, strict=True)
             ]
         gradient = _tree.unflatten(spec, gradients)

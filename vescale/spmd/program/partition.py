@@ -45,6 +45,7 @@ from .candidates import (
     uncut,
     viewed,
 )
+from .cause import Cause
 from .choice import Operand, choose
 from .ir import Graph, Node, Origin, Ref, TensorMeta, map_args, refs_of
 from .trace import trace
@@ -67,7 +68,7 @@ class Move:
     step: Step
     source: int
     target: int
-    cause: str
+    cause: Cause
     origin: Origin
 
 
@@ -99,6 +100,7 @@ class Partitioned:
     outputs: tuple[int | None, ...]  # None for a static result
     values: tuple[LocalValue, ...]
     unruled: tuple[Node, ...]  # nodes without a rule: they run whole on every rank
+    gradients: frozenset[int] = frozenset()  # those of parameters, pending and reduced
 
 
 def partition(
@@ -157,6 +159,7 @@ class _Walk:
         self.values: list[LocalValue] = []
         self.steps: list[Compute | Move | Map] = []
         self.unruled: list[Node] = []
+        self.gradients: set[int] = set()
         self.makers: dict[int, Node] = {}
         self.made: dict[
             int, dict[Layout, int]
@@ -192,7 +195,8 @@ class _Walk:
         for place, (output, wish) in enumerate(zip(self.graph.outputs, outputs, strict=True)):
             if isinstance(output, Ref):
                 target = wish or self.settled(output.id)
-                cause = f"result {self.results[place] if self.results else place}".rstrip()
+                path = self.results[place] if self.results else place
+                cause = Cause(f"result {path}".rstrip(), "result")
                 maker = self.makers.get(self.through_views(output.id))
                 results.append(self.obtain(output.id, target, cause, maker.origin if maker else Origin()))
             else:
@@ -204,6 +208,7 @@ class _Walk:
             tuple(results),
             tuple(self.values),
             tuple(self.unruled),
+            frozenset(self.gradients),
         )
 
     # Global values and the layouts in which they exist.
@@ -239,7 +244,7 @@ class _Walk:
                     layouts.setdefault(carried, source)
         return layouts
 
-    def obtain(self, value: int, target: Layout, cause: str, origin: Origin) -> int:
+    def obtain(self, value: int, target: Layout, cause: Cause, origin: Origin) -> int:
         """The number of `value` in the layout `target`, moved there if need be."""
         made = self.made[value]
         if target in made:
@@ -264,7 +269,7 @@ class _Walk:
         node, pattern, place = self.views[value]
         return viewed(pattern, self.mesh, self.metas[next(node.refs())].shape, place, target)
 
-    def move(self, value: int, number: int, steps: Sequence[Step], cause: str, origin: Origin) -> int:
+    def move(self, value: int, number: int, steps: Sequence[Step], cause: Cause, origin: Origin) -> int:
         made = self.made[value]
         for step in steps:
             if step.dst not in made:
@@ -273,7 +278,7 @@ class _Walk:
             number = made[step.dst]
         return number
 
-    def make(self, value: int, target: Layout, cause: str, origin: Origin) -> int:
+    def make(self, value: int, target: Layout, cause: Cause, origin: Origin) -> int:
         """Make a deferred value in the layout in which it is needed."""
         node, pattern = self.deferred[value]
         broadcast = target.ragged is not None and any(
@@ -302,7 +307,7 @@ class _Walk:
         self.steps.append(Compute(node, pattern, tuple(numbers), (number,)))
         return number
 
-    def view_again(self, value: int, source: Layout, target: Layout, cause: str, origin: Origin) -> int:
+    def view_again(self, value: int, source: Layout, target: Layout, cause: Cause, origin: Origin) -> int:
         """Take the view that `value` is of its source's other layout."""
         node, pattern, _ = self.views[value]
         operand = self.obtain(next(node.refs()), source, cause, origin)
@@ -347,7 +352,8 @@ class _Walk:
                 self.metas[value].shape,
                 {axis: candidate.operand(pattern, index) for axis, candidate in chosen.items()},
             )
-            numbers.append(self.obtain(value, target, self.cause(value, node), self.origin(value, node)))
+            cause = self.cause(value, node, target)
+            numbers.append(self.obtain(value, target, cause, self.origin(value, node)))
         results: list[int | None] = []
         tensors = 0
         for place, out in enumerate(node.outs):
@@ -375,12 +381,20 @@ class _Walk:
             if out is not None and self.uses[out] > 1 and self.home(out).partials:
                 self.reduce_at_source(node, out)
 
-    def cause(self, value: int, user: Node) -> str:
+    def cause(self, value: int, user: Node, target: Layout) -> Cause:
         """Why a value moves: its name or maker, and who needs it so."""
         seen = self.through_views(value)
-        maker = self.makers.get(seen)
-        unruled = "" if find_rule(user.op) else ", which has no rule and runs whole"
-        return f"{self.names.get(seen) or (maker.op if maker else 'value')} for {user.op}{unruled}"
+        name, maker, ruled = self.names.get(seen, ""), self.makers.get(seen), find_rule(user.op) is not None
+        unruled = "" if ruled else ", which has no rule and runs whole"
+        return Cause(
+            f"{name or (maker.op if maker else 'value')} for {user.op}{unruled}",
+            "op" if ruled else "unruled",
+            target,
+            user.origin,
+            maker.origin if maker else Origin(),
+            name,
+            seen in self.pinned,
+        )
 
     def origin(self, value: int, user: Node) -> Origin:
         """A pending reduction belongs to the op that left it, any other move to the op that asks for it."""
@@ -437,7 +451,8 @@ class _Walk:
     def reduce_at_source(self, node: Node, value: int) -> None:
         """Each user would otherwise reduce on its own, or drag the Partial along."""
         layout = without_partials(self.home(value))
-        number = self.obtain(value, layout, f"result of {node.op}", node.origin)
+        cause = Cause(f"result of {node.op}", "reduction")
+        number = self.obtain(value, layout, cause, node.origin)
         self.made[value] = {layout: number}
         self.views.pop(value, None)
 
@@ -452,11 +467,11 @@ class _Walk:
         (out,) = node.outs
         assert out is not None
         pin, target = self.graph.constraints[index], self.target(node)
-        self.made[out] = {
-            target: self.obtain(
-                source.id, target, pin.cause or self.names.get(source.id, "constraint"), node.origin
-            )
-        }
+        cause = Cause(pin.cause or self.names.get(source.id, "constraint"), "plan")
+        number = self.obtain(source.id, target, cause, node.origin)
+        self.made[out] = {target: number}
+        if pin.gradient:
+            self.gradients |= {*self.made[source.id].values(), number}
         if source.id in self.makers:
             self.makers[out] = self.makers[source.id]
         if source.id in self.names:
@@ -478,7 +493,12 @@ class _Walk:
                 )
             )
         numbers = [
-            self.obtain(value, layout, f"{self.names.get(value, 'operand')} for {made.name}", node.origin)
+            self.obtain(
+                value,
+                layout,
+                Cause(f"{self.names.get(value, 'operand')} for {made.name}", "mapped"),
+                node.origin,
+            )
             for value, layout in zip(node.refs(), made.operands, strict=True)
         ]
         results: list[int | None] = []

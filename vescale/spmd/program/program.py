@@ -20,6 +20,7 @@ from ..layout import AbstractMesh
 from ..mapped_call import mapped_call
 from ..mesh import Mesh
 from ..redistribute import Collective, bind
+from .cause import REFUSED
 from .codegen import Looks, generate
 from .emit import Call, Instruction, emit
 from .ir import Graph, Ref, TensorMeta, map_args
@@ -33,13 +34,15 @@ from .mapped import (
     same,
 )
 from .partition import Compute, Map, Move, Partitioned
+from .wire import mapped_wires
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveInfo:
     """One collective of a program: what moves, how much, and why.
 
-    `bytes` is what one rank receives; `origin` is the module and source line.
+    `bytes` is what one rank receives; `origin` is the module and source line. `reason` says who asks for it,
+    one of those listed in `cause`; `remedy` is the line that would ask for what an op asks for, else "".
     """
 
     kind: str
@@ -48,22 +51,30 @@ class CollectiveInfo:
     value: str
     cause: str
     origin: str
+    reason: str = "called"
+    remedy: str = ""
 
     @property
     def axis(self) -> str:
         """The axis, or several joined by `+`."""
         return "+".join(self.axes)
 
+    @property
+    def asked(self) -> bool:
+        """Whether the plan asked for it: what `strict=True` lets pass."""
+        return self.reason not in REFUSED
+
     def __str__(self) -> str:
         what = f"{self.kind:<14} {self.axis:<6} {self.bytes:>10,} B  {self.value:<20}"
-        return f"{what} {self.cause}  {self.origin}"
+        return f"{what} {self.reason:<9} {self.cause}  {self.origin}"
 
 
 class Collectives(tuple[CollectiveInfo, ...]):
     """The collectives of a program in order; prints as a table."""
 
     def __str__(self) -> str:
-        return "\n".join([f"{'kind':<14} {'axis':<6} {'bytes':>12}  {'value':<20} cause", *map(str, self)])
+        head = f"{'kind':<14} {'axis':<6} {'bytes':>12}  {'value':<20} {'reason':<9} cause"
+        return "\n".join([head, *map(str, self)])
 
 
 def collectives(partitioned: Partitioned) -> Collectives:
@@ -73,10 +84,18 @@ def collectives(partitioned: Partitioned) -> Collectives:
         if isinstance(step, Map):
             found += collectives_of(mapped_call(step.handle).traced)
         elif isinstance(step, Move) and step.step.is_collective:
-            meta = values[step.source].meta
-            moved = step.step.bytes_moved(0, meta.dtype.itemsize)
+            meta, move, reason = values[step.source].meta, step.step, step.cause.reason(step.step)
             found.append(
-                CollectiveInfo(step.step.kind, step.step.axes, moved, str(meta), step.cause, str(step.origin))
+                CollectiveInfo(
+                    move.kind,
+                    move.axes,
+                    move.bytes_moved(0, meta.dtype.itemsize),
+                    str(meta),
+                    str(step.cause),
+                    str(step.origin),
+                    reason,
+                    step.cause.remedy if reason in REFUSED else "",
+                )
             )
     return Collectives(found)
 
@@ -282,25 +301,9 @@ def collectives_of(traced: MappedTrace, rank: int = 0) -> Collectives:
     """The collectives of a mapped function as a table."""
     graph = traced.variant(rank).graph
     found = []
-    for node in exchanges_of(graph):
-        meta, (out,) = graph.metas[node.args[0].id], node.outs
-        assert out is not None
-        count = 1
-        for axis in node.args[1]:
-            count *= traced.mesh.axis_size(axis)
-        received = {"psum": 2 * meta.nbytes * (count - 1) // count}.get(
-            collective_name(node) or "", graph.metas[out].nbytes * (count - 1) // count
-        )
-        found.append(
-            CollectiveInfo(
-                collective_name(node) or "",
-                tuple(node.args[1]),
-                received,
-                str(meta),
-                "called",
-                str(node.origin),
-            )
-        )
+    for node, wire in zip(exchanges_of(graph), mapped_wires(traced, rank), strict=True):
+        value = str(graph.metas[node.args[0].id])
+        found.append(CollectiveInfo(wire.kind, wire.axes, wire.received, value, "called", str(node.origin)))
     return Collectives(found)
 
 

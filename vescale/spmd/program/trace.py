@@ -55,6 +55,7 @@ class Pin:
 
     spec: P | Layout
     cause: str = ""
+    gradient: bool = False  # of a parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Tracing:
     modules: list[str] = field(default_factory=list)  # the stack of running modules, by path
     seen: dict[torch.nn.Module, str] = field(default_factory=dict)  # paths of the modules that ran
     roots: dict[torch.nn.Module, None] = field(default_factory=dict)  # those not called by another one
+    device: torch.device | None = None  # for which closed-over tensors on the meta device stand
 
 
 _current: ContextVar[Tracing | None] = ContextVar("vescale_trace", default=None)
@@ -243,10 +245,9 @@ class _Recorder(TorchDispatchMode):
                             remedy="pass it as an argument",
                         )
                     )
+                device = self.tracing.device if value.is_meta and self.tracing.device else value.device
                 with self.fake_mode:
-                    fake = torch.empty_strided(
-                        value.shape, value.stride(), dtype=value.dtype, device=value.device
-                    )
+                    fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
                 self.hidden[id(value)] = (self.number(fake), value, fake, value._version)
             return self.hidden[id(value)][2]
         if isinstance(value, (tuple, list)):
