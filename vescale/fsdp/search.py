@@ -9,7 +9,7 @@ the shard. Each is tried with several orders, and small tensors fill the gaps of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from .packing import Kind, Run, gap, pack

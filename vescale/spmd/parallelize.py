@@ -23,8 +23,8 @@ from .boundary import Apart, Static, enter, leave, own
 from .closure import Getter, Guard, getters
 from .dtensor import DTensor, kind_of
 from .layout import Layout, replicated
-from .mesh import Mesh
 from .lowered import Inputs, Lowered
+from .mesh import Mesh
 from .plan import Plan
 from .program import passes
 from .program.agreement import Record, agree, checksums

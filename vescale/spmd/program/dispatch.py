@@ -26,10 +26,10 @@ from ..layout import Layout, replicated
 from ..mesh import Mesh
 from . import foreach
 from .cache import ProgramCache
-from .functionalise import updates_statistics
 from .ir import Graph, Node, Ref, TensorMeta, map_args
 from .partition import Move, Partitioned, partition, without_partials
 from .program import Program, compile_partitioned
+from .running import updates_statistics
 from .trace import trace
 
 aten = torch.ops.aten

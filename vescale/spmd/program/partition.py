@@ -18,7 +18,6 @@ Nothing here depends on a rank: a mesh of 10,240 costs what a mesh of 8 costs. T
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,22 +27,23 @@ from typing import Any
 import torch
 
 from ..._errors import ShardingError, explain
-from ..layout import AbstractMesh, Digit, Layout, replicated
+from ..layout import AbstractMesh, Layout, replicated
 from ..mapped_call import mapped_call
-from ..placements import InterleavedShard, P, Partial, RaggedShard, Shard
+from ..placements import P, Partial
 from ..redistribute_plan import Step, plan
 from ..rules.notation import Dims, Pattern, find_rule, is_source
 from ..rules.random import refused
 from .candidates import (
     REFUSED,
     Candidate,
-    State,
     carry,
-    digit_of,
+    deferred_state,
     layout_from,
     refine,
     split_by,
     state_of,
+    uncut,
+    viewed,
 )
 from .cause import Cause
 from .choice import Operand, choose
@@ -168,6 +168,7 @@ class _Walk:
         for node in graph.nodes:
             for value in _read(node):
                 self.readers[value].append(node)
+        self.wishes = self.pulled_back()
         self.values: list[LocalValue] = []
         self.steps: list[Compute | Move | Map] = []
         self.unruled: list[Node] = []
@@ -180,6 +181,23 @@ class _Walk:
         self.views: dict[
             int, tuple[Node, Pattern, int]
         ] = {}  # global value -> the view that it is, and which result
+
+    def pulled_back(self) -> dict[int, Layout]:
+        """Layouts that constraints ask for, by value: through views, of the value viewed."""
+        wishes: dict[int, Layout] = {}
+        for node in reversed(self.graph.nodes):
+            if node.op.name() == "vescale::constrain":
+                wishes[node.args[0].id] = self.target(node)
+                continue
+            (out, *others), rule = node.outs, find_rule(node.op)
+            if out in wishes and rule is not None and not others:
+                pattern = rule(node, self.metas)
+                if pattern.view:
+                    source = next(node.refs())
+                    layout = viewed(pattern, self.mesh, self.metas[source].shape, 0, wishes[out])
+                    if layout is not None:
+                        wishes[source] = layout
+        return wishes
 
     def run(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> Partitioned:
         values = (*self.graph.inputs, *(value for value, _ in self.graph.hidden))
@@ -258,21 +276,11 @@ class _Walk:
         return self.move(value, self.obtain(value, start, cause, origin), steps, cause, origin)
 
     def beneath(self, value: int, target: Layout) -> Layout | None:
-        """The layout of what `value` views, element for element, that makes it a view in layout `target`."""
-        if value not in self.views or self.home(value).partials or target.partials or target.ragged:
+        """The layout of what `value` views that makes it a view in layout `target`; None if there is none."""
+        if value not in self.views or self.home(value).partials:
             return None
         node, pattern, place = self.views[value]
-        shape = self.metas[next(node.refs())].shape
-        if math.prod(shape) != math.prod(target.shape):
-            return None
-        asked = refine(replace(pattern, operands=pattern.results, results=pattern.operands), 0, target)
-        states = {axis: state_of(target, axis) for axis, _ in target.spec.items()}
-        if any(_uncut(asked, state) for state in states.values()):
-            return None
-        source = layout_from(
-            self.mesh, shape, {axis: _deferred_state(asked, state, 0) for axis, state in states.items()}
-        )
-        return source if carry(pattern, self.mesh, source, place, target.shape) == target else None
+        return viewed(pattern, self.mesh, self.metas[next(node.refs())].shape, place, target)
 
     def move(self, value: int, number: int, steps: Sequence[Step], cause: Cause, origin: Origin) -> int:
         made = self.made[value]
@@ -290,8 +298,8 @@ class _Walk:
             dims and (len(dims) < len(target.shape) or not all(dims)) for dims in pattern.operands
         )
         asked = refine(replace(pattern, operands=pattern.results, results=pattern.operands), 0, target)
-        uncut = pattern.view and any(_uncut(asked, state_of(target, axis)) for axis, _ in target.spec.items())
-        if target.partials or broadcast or uncut:  # no operand has these elements: make it whole, and cut
+        lost = pattern.view and any(uncut(asked, state_of(target, axis)) for axis, _ in target.spec.items())
+        if target.partials or broadcast or lost:  # no operand has these elements: make it whole, and cut
             whole = self.make(value, replicated(self.mesh, self.metas[value].shape), cause, origin)
             return self.move(value, whole, plan(self.values[whole].layout, target), cause, origin)
         numbers = []
@@ -301,7 +309,7 @@ class _Walk:
                 {}
                 if is_source(node.op)
                 else {
-                    axis: _deferred_state(asked, state_of(target, axis), index)
+                    axis: deferred_state(asked, state_of(target, axis), index)
                     for axis, _ in target.spec.items()
                 }
             )
@@ -461,14 +469,17 @@ class _Walk:
         self.made[value] = {layout: number}
         self.views.pop(value, None)
 
+    def target(self, node: Node) -> Layout:
+        """The layout that a constraint asks for."""
+        source, index = node.args
+        spec = self.graph.constraints[index].spec
+        return spec if isinstance(spec, Layout) else Layout(self.mesh, spec, self.metas[source.id].shape)
+
     def constrain(self, node: Node) -> None:
         source, index = node.args
         (out,) = node.outs
         assert out is not None
-        pin = self.graph.constraints[index]
-        target = (
-            pin.spec if isinstance(pin.spec, Layout) else Layout(self.mesh, pin.spec, self.metas[out].shape)
-        )
+        pin, target = self.graph.constraints[index], self.target(node)
         cause = Cause(pin.cause or self.names.get(source.id, "constraint"), "plan")
         number = self.obtain(source.id, target, cause, node.origin)
         self.made[out] = {target: number}
@@ -573,9 +584,9 @@ class _Walk:
             )
             for value, more in zip_longest(operands, wanted, fillvalue=())
         ]
-        return choose(
-            self.mesh, self.axes, pattern, found, [self.metas[out] for out in node.outs if out is not None]
-        )
+        outs = [out for out in node.outs if out is not None]
+        results, wishes = [self.metas[out] for out in outs], [self.wishes.get(out) for out in outs]
+        return choose(self.mesh, self.axes, pattern, found, results, wishes)
 
     def wanted(self, value: int) -> list[Layout]:
         """Layouts that other nodes, which have a parameter to go with, will have the value moved to.
@@ -623,29 +634,6 @@ def _read(node: Node) -> list[int]:
     """The values that a node reads: none of a draw's or a factory's but the key."""
     refs = list(node.refs())
     return refs[:1] if node.op.namespace == "vescale" else [] if is_source(node.op) else refs
-
-
-def _uncut(asked: Pattern, state: State) -> bool:
-    """Whether no part of what is viewed gives a result in `state`; `asked` is the pattern reversed."""
-    dims = asked.operands[0]
-    if isinstance(state, Digit):
-        names = [name for name in asked.sizes if state == digit_of(name, dims, asked)]
-        return asked.whole.issuperset(names)
-    if isinstance(state, (Shard, InterleavedShard)):
-        return dims[state.dim] not in asked.results[0] or not asked.whole.isdisjoint(dims[state.dim])
-    return state is not None
-
-
-def _deferred_state(asked: Pattern, state: State, index: int) -> State:
-    """The state of operand `index` that gives a result in `state`; `asked` is the pattern reversed."""
-    dims = asked.results[index]
-    if isinstance(state, RaggedShard):
-        return state if any(dims) else None
-    if isinstance(state, (Shard, InterleavedShard)):  # uneven: the same split of the dim that it stands for
-        dim = asked.operands[0][state.dim]
-        return replace(state, dim=dims.index(dim)) if dim in dims else None
-    name = next(name for name in asked.sizes if state == digit_of(name, asked.operands[0], asked))
-    return digit_of(name, dims, asked)
 
 
 def whole_pattern(node: Node, metas: Sequence[TensorMeta]) -> Pattern:

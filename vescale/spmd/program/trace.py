@@ -41,6 +41,15 @@ _HERE = __file__.rsplit("/", 3)[0]  # the package: its frames are never the user
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 
 
+def _grouped_shape(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    grouped = x.dim() == 2 and w.dim() == 2
+    return x.new_empty((len(ends), x.shape[0], w.shape[1]) if grouped else (x.shape[0], w.shape[-1]))
+
+
+# Ops of which torch's own shape function (2.11 - 2.13) refuses dtypes that the kernels take.
+_SHAPED = {aten._grouped_mm.default: _grouped_shape}
+
+
 @dataclass(frozen=True, slots=True)
 class Pin:
     """Where a constraint puts a value, and why."""
@@ -194,7 +203,7 @@ class _Recorder(TorchDispatchMode):
             known = self.known_value(self.ids[id(args[0])])
             if known is not None:
                 return known
-        result = func(*args, **kwargs)
+        result = _SHAPED.get(func, func)(*args, **kwargs)
         if is_mutable(func):
             self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)

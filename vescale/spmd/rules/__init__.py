@@ -2,10 +2,12 @@
 
 from . import (
     attention,
+    batch_norms,
     convolution,
     elementwise,
     embedding,
     factories,
+    grouped,
     indexing,
     matmul,
     norms,
@@ -13,6 +15,7 @@ from . import (
     pooling,
     random,
     reductions,
+    scans,
     softmax,
     views,
 )
@@ -21,11 +24,13 @@ from .notation import Pattern, find_rule, rule
 __all__ = [
     "Pattern",
     "attention",
+    "batch_norms",
     "convolution",
     "elementwise",
     "embedding",
     "factories",
     "find_rule",
+    "grouped",
     "indexing",
     "matmul",
     "norms",
@@ -34,6 +39,7 @@ __all__ = [
     "random",
     "reductions",
     "rule",
+    "scans",
     "softmax",
     "views",
 ]
