@@ -36,6 +36,12 @@ class Run(NamedTuple):
     count: int
 
 
+def whole_blocks(kind: Kind) -> int:
+    """How many blocks of full size such a tensor has."""
+    size, block, period, _ = kind
+    return size // block if not period else size // period * (period // block) + size % period // block
+
+
 def gap(kind: Kind, shard: int, room: int) -> int | None:
     """The least gap before such a tensor when `room` is left in the shard, None where it fits nowhere.
 
