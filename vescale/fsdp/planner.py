@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 
@@ -38,8 +39,9 @@ def plan_buffer(specs: Sequence[TensorSpec], num_shards: int, unit: int = UNIT) 
     >>> plan_buffer(specs, num_shards=8)
     BufferPlan(4 tensors, 8 shards of 2048, padding 0 = 0.0%, bound 2048)
     """
-    specs = tuple(specs)
-    return _place(specs, num_shards, unit, grain_of(specs, num_shards, unit))
+    plan = _place(tuple(specs), num_shards, unit)
+    assert plan is not None, "one shard holds everything"
+    return plan
 
 
 def plan_buckets(specs: Sequence[TensorSpec], num_shards: int, unit: int = UNIT) -> tuple[BufferPlan, ...]:
@@ -68,39 +70,54 @@ def plan_buckets(specs: Sequence[TensorSpec], num_shards: int, unit: int = UNIT)
 
 def _split(specs: tuple[TensorSpec, ...], num_shards: int, unit: int) -> tuple[BufferPlan, ...]:
     """Buffers for tensors of one dtype."""
-    grain = grain_of(specs, num_shards, unit)
-    best, alike = (_place(specs, num_shards, unit, grain),), _alike(specs, grain)
-    bound = best[0].lower_bound
+    single = plan_buffer(specs, num_shards, unit)
+    grain, bound = grain_of(specs, num_shards, unit), single.lower_bound
     charge = SAVING * bound
-    cost = best[0].shard_size + charge
-    if not alike or best[0].shard_size <= bound + charge:
+    best, cost = (single,), single.shard_size + charge
+    if cost <= bound + 2 * charge:
         return best
+    alike = _alike(specs, grain)
     for split in splits(list(alike), num_shards, charge / grain):
-        if split.cost * grain >= cost:
+        spare = cost - split.cost * grain  # what this split may still come to above its estimate
+        if spare <= 0:
             break
-        waiting = [iter(numbers) for numbers in alike.values()]
-        plans = []
+        waiting, plans = [iter(numbers) for numbers in alike.values()], []
         for buffer in split.buffers:
             inside = sorted(next(waiting[kind]) for kind, count in enumerate(buffer.counts) for _ in range(count))
-            plans.append(_place(tuple(specs[number] for number in inside), num_shards, unit, grain))
-        total = sum(plan.shard_size + charge for plan in plans)
-        if total < cost:
-            best, cost = tuple(plans), total
+            limit = math.ceil(buffer.shard * grain + spare)
+            plan = _place(tuple(specs[number] for number in inside), num_shards, unit, limit)
+            if plan is None:
+                break
+            spare -= plan.shard_size - buffer.shard * grain
+            plans.append(plan)
+        else:
+            best, cost = tuple(plans), sum(plan.shard_size + charge for plan in plans)
     return best
 
 
-def _place(specs: tuple[TensorSpec, ...], num_shards: int, unit: int, grain: int) -> BufferPlan:
+def _place(
+    specs: tuple[TensorSpec, ...], num_shards: int, unit: int, limit: int | None = None
+) -> BufferPlan | None:
+    """A plan with shards smaller than `limit` elements, None where none is found."""
+    grain = grain_of(specs, num_shards, unit)
     floor = counting_bound(Counter((spec.elements, spec.cuts) for spec in specs), num_shards, grain)
-    alike = _alike(specs, grain)
+    numbers = _alike(specs, grain)
     starts = [0] * len(specs)
-    if not alike:  # no elements at all
+    if not numbers:  # no elements at all
         return BufferPlan(specs, num_shards, unit, 0, tuple(starts), floor)
-    shard, order, runs = search(list(alike), num_shards, floor.size // grain)
-    waiting = {kind: iter(numbers) for kind, numbers in alike.items()}
-    for run in runs:
-        kind = order[run.kind]
+    declared = [
+        Kind(*key, count=len(list(same)))
+        for key, same in groupby(_in_units(spec, grain) for spec in specs if spec.elements)
+    ]
+    most = sum(kind.size * kind.count for kind in declared) + floor.size + 1  # never reached
+    found = search(declared, num_shards, floor.size // grain, most if limit is None else -(-limit // grain))
+    if found is None:
+        return None
+    shard, runs = found
+    waiting = {kind[:3]: iter(same) for kind, same in numbers.items()}
+    for kind, run in runs:
         for place in range(run.count):
-            starts[next(waiting[kind])] = (run.start + place * kind.size) * grain
+            starts[next(waiting[kind[:3]])] = (run.start + place * kind.size) * grain
     return BufferPlan(specs, num_shards, unit, shard * grain, tuple(starts), floor)
 
 
