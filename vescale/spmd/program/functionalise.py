@@ -24,7 +24,8 @@ aten = torch.ops.aten
 # Functional forms that don't have the name of the in-place op.
 _FORMS: dict[OpOverload, Callable[..., Any]] = {
     aten.zero_.default: lambda x: (aten.full_like.default, (x, 0)),
-    aten.copy_.default: lambda x, source, non_blocking=False: (aten.copy.default, (x, source)),
+    # What is overwritten isn't read: `write` brings the source to its dtype and shape.
+    aten.copy_.default: lambda x, source, non_blocking=False: (aten.clone.default, (source,)),
     aten.relu_.default: lambda x: (aten.relu.default, (x,)),
 }
 
@@ -128,8 +129,9 @@ class _Walk:
             op, args, kwargs = self.form(node), renamed.args, dict(renamed.kwargs)
         meta = self.metas[target]
         value = self.emit(op, args, node, kwargs)
-        if self.metas[value].dtype != meta.dtype:  # an in-place op keeps the dtype of what it writes
-            value = self.emit(aten._to_copy.default, (Ref(value),), node, {"dtype": meta.dtype})
+        keeps = {"dtype": meta.dtype, "device": meta.device}  # an in-place op keeps those of what it writes
+        if any(getattr(self.metas[value], name) != kept for name, kept in keeps.items()):
+            value = self.emit(aten._to_copy.default, (Ref(value),), node, keeps)
         if self.metas[value].shape != meta.shape:
             value = self.emit(aten.expand.default, (Ref(value), tuple(meta.shape)), node)
         (out,) = node.outs
