@@ -20,7 +20,18 @@ IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 def cleanup(graph: Graph) -> Graph:
     """Drop aliases, undo transposes of transposes, share equal views, drop what nobody reads."""
-    return drop_dead(join_cross_entropy(share_views(graph)))
+    return drop_dead(join_cross_entropy(share_views(in_values(graph))))
+
+
+# What torch may only note on a tensor, to be done when it is read: a collective sends memory as it is.
+_NOTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
+_NOTED |= {aten.resolve_conj.default: aten.alias.default, aten.resolve_neg.default: aten.alias.default}
+
+
+def in_values(graph: Graph) -> Graph:
+    """Conjugates and negatives that are values, and not marks on their operands."""
+    nodes = [replace(node, op=_NOTED[node.op]) if node.op in _NOTED else node for node in graph.nodes]
+    return replace(graph, nodes=tuple(nodes))
 
 
 def share_views(graph: Graph) -> Graph:

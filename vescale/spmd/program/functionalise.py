@@ -25,6 +25,7 @@ _FORMS: dict[OpOverload, Callable[..., Any]] = {
     aten.zero_.default: lambda x: (aten.full_like.default, (x, 0)),
     aten.copy_.default: lambda x, source, non_blocking=False: (aten.copy.default, (x, source)),
     aten.relu_.default: lambda x: (aten.relu.default, (x,)),
+    aten.polygamma_.default: lambda x, n: (aten.polygamma.default, (n, x)),
 }
 
 

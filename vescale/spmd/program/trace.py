@@ -120,6 +120,8 @@ def trace(
         raise
     except data_dependent_errors() as error:
         raise _data_dependent(recorder, error) from error
+    except RuntimeError as error:
+        raise _explained(recorder, error) or error from error
     finally:
         _current.reset(token)
     return functionalise(recorder.finish(results, tracing))
@@ -163,6 +165,7 @@ class _Recorder(TorchDispatchMode):
         if is_mutable(func):
             self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        self.check_strided(func, outs)
         if self.tracing.observer is not None:
             self.tracing.observer.call(func, (*args, *kwargs.values()), outs)
         self.nodes.append(
@@ -229,6 +232,18 @@ class _Recorder(TorchDispatchMode):
             )
         return value
 
+    def check_strided(self, func: OpOverload, outs: Sequence[Any]) -> None:
+        for out in outs:
+            if isinstance(out, torch.Tensor) and out.layout is not torch.strided:
+                raise TraceError(
+                    explain(
+                        f"{func} makes a tensor of the layout {out.layout}",
+                        where=self.line,
+                        rule="values are dense: how many elements a sparse one has depends on data",
+                        remedy="use a mask, or indices of a static number",
+                    )
+                )
+
     def check_inputs(self) -> None:
         for path, fake in zip(self.paths, self.fakes, strict=True):
             if fake._version:
@@ -289,6 +304,23 @@ def _data_dependent(recorder: _Recorder, error: BaseException) -> TraceError:
             remedy="use torch.where or a mask, or pass the number as a static Python argument",
         )
     )
+
+
+def _explained(recorder: _Recorder, error: RuntimeError) -> TraceError | None:
+    """What an error of torch's means here; None for those that a call on one device raises as well."""
+    text = str(error)
+    if "data pointer" in text:  # an op that reads values without a call that could be seen
+        return _data_dependent(recorder, error)
+    if "setup_context staticmethod" in text:
+        return TraceError(
+            explain(
+                "a torch.autograd.Function whose forward takes `ctx`",
+                where=recorder.line or user_line(),
+                rule="gradients are those of torch.func, which needs forward and setup_context apart",
+                remedy="give the Function a setup_context, or use an op without it",
+            )
+        )
+    return None
 
 
 @contextmanager

@@ -1,6 +1,20 @@
 """Sharding rules, one family a file, in factor notation (see `notation`). Importing registers them."""
 
-from . import attention, elementwise, embedding, factories, matmul, norms, random, reductions, softmax, views
+from . import (
+    attention,
+    elementwise,
+    embedding,
+    factories,
+    linalg,
+    losses,
+    matmul,
+    norms,
+    random,
+    rearrange,
+    reductions,
+    softmax,
+    views,
+)
 from .notation import Pattern, find_rule, rule
 
 __all__ = [
@@ -10,9 +24,12 @@ __all__ = [
     "embedding",
     "factories",
     "find_rule",
+    "linalg",
+    "losses",
     "matmul",
     "norms",
     "random",
+    "rearrange",
     "reductions",
     "rule",
     "softmax",
