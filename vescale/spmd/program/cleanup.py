@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from .ir import Graph, Node, Ref, map_args, refs_of
+from .trace import is_strided_view
 
 aten = torch.ops.aten
 
@@ -29,9 +30,21 @@ _NOTED |= {aten.resolve_conj.default: aten.alias.default, aten.resolve_neg.defau
 
 
 def in_values(graph: Graph) -> Graph:
-    """Conjugates and negatives that are values, and not marks on their operands."""
-    nodes = [replace(node, op=_NOTED[node.op]) if node.op in _NOTED else node for node in graph.nodes]
-    return replace(graph, nodes=tuple(nodes))
+    """Conjugates and negatives that are values, and strides that count in memory of one's own."""
+    nodes: list[Node] = []
+    metas = list(graph.metas)
+    for node in graph.nodes:
+        if node.op in _NOTED:
+            node = replace(node, op=_NOTED[node.op])
+        elif is_strided_view(node.op):  # tracing saw to it that the operand is contiguous there
+            base, *rest = node.args
+            metas.append(metas[base.id])
+            dense = Ref(len(metas) - 1)
+            kwargs = {"memory_format": torch.contiguous_format}
+            nodes.append(Node(aten.clone.default, (base,), kwargs, (dense.id,), node.origin))
+            node = replace(node, args=(dense, *rest))
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes), metas=tuple(metas))
 
 
 def share_views(graph: Graph) -> Graph:

@@ -27,7 +27,7 @@ from ..._compat import (
     data_dependent_errors,
     is_mutable,
 )
-from ..._errors import TraceError, VescaleError, explain
+from ..._errors import ShardingError, TraceError, VescaleError, explain
 from ..layout import Layout
 from ..placements import P
 from .functionalise import functionalise
@@ -160,6 +160,8 @@ class _Recorder(TorchDispatchMode):
             self.check_inputs()
             self.wrote = ""
         self.line = user_line()
+        if is_strided_view(func):
+            check_memory(func, args, kwargs, self.line)
         args, kwargs = self.lift(args), {name: self.lift(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         if is_mutable(func):
@@ -277,6 +279,29 @@ class _Recorder(TorchDispatchMode):
             tuple(self.metas),
             tuple(tracing.constraints),
         )
+
+
+def is_strided_view(op: OpOverload) -> bool:
+    """Whether the op is as_strided or one of its kind, which address memory and not elements."""
+    return op.overloadpacket.__name__.startswith("as_strided")
+
+
+def check_memory(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], where: str) -> None:
+    """Raises ShardingError when as_strided would see memory other than its operand's elements in order."""
+    names = (*(("src",) if "scatter" in op.name() else ()), "size", "stride", "storage_offset")
+    given = dict(zip(names, args[1:])) | kwargs
+    base, offset = args[0], given.get("storage_offset") or 0
+    last = offset + sum((size - 1) * step for size, step in zip(given["size"], given["stride"], strict=True))
+    if base.is_contiguous() and not base.storage_offset() and (last < base.numel() or 0 in given["size"]):
+        return
+    raise ShardingError(
+        explain(
+            f"{op} of a tensor whose elements are not all of its memory, in order",
+            where=where,
+            rule="strides are those of one device's memory: pieces have others",
+            remedy="use view, permute, slicing or unfold, or take it of x.contiguous()",
+        )
+    )
 
 
 def user_line() -> str:
