@@ -27,6 +27,7 @@ _FORMS: dict[OpOverload, Callable[..., Any]] = {
     # What is overwritten isn't read: `write` brings the source to its dtype and shape.
     aten.copy_.default: lambda x, source, non_blocking=False: (aten.clone.default, (source,)),
     aten.relu_.default: lambda x: (aten.relu.default, (x,)),
+    aten.polygamma_.default: lambda x, n: (aten.polygamma.default, (n, x)),
 }
 
 
@@ -229,6 +230,9 @@ class _Walk:
         if op is aten.diagonal.default:
             rest = (get(1, "offset", 0), get(2, "dim1", 0), get(3, "dim2", 1))
             return self.emit(aten.diagonal_scatter.default, (base, part, *rest), node)
+        if op is aten.as_strided.default:
+            rest = (args[1], args[2], get(3, "storage_offset", None))
+            return self.emit(aten.as_strided_scatter.default, (base, part, *rest), node)
         if op is aten.unbind.int:
             return self.emit(aten.select_scatter.default, (base, part, get(1, "dim", 0), place), node)
         if op in (aten.split.Tensor, aten.split_with_sizes.default):

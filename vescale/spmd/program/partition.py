@@ -444,15 +444,6 @@ class _Walk:
         if rule is None:
             if torch.Tag.nondeterministic_seeded in node.op.tags:
                 raise refused(node)
-            if node.op.overloadpacket.__name__.startswith("as_strided"):
-                raise ShardingError(
-                    explain(
-                        f"{node.op}",
-                        where=node.origin,
-                        rule="strides are those of one device's memory: pieces have others",
-                        remedy="use view, permute, slicing or unfold",
-                    )
-                )
             self.unruled.append(node)
             return whole_pattern(node, self.metas)
         pattern = rule(node, self.metas)

@@ -28,7 +28,7 @@ from ..._compat import (
     is_mutable,
     no_modes,
 )
-from ..._errors import TraceError, VescaleError, explain
+from ..._errors import ShardingError, TraceError, VescaleError, explain
 from ..layout import Layout
 from ..mesh import Mesh
 from ..placements import P
@@ -140,6 +140,8 @@ def trace(
         raise
     except data_dependent_errors() as error:
         raise _data_dependent(recorder, error) from error
+    except RuntimeError as error:
+        raise _explained(recorder, error) or error from error
     finally:
         _current.reset(token)
     return functionalise(recorder.finish(results, tracing))
@@ -198,6 +200,8 @@ class _Recorder(TorchDispatchMode):
             self.check_inputs()
             self.wrote = ""
         self.line = user_line()
+        if is_strided_view(func):
+            check_memory(func, args, kwargs, self.line)
         args, kwargs = self.lift(args), {name: self.lift(value) for name, value in kwargs.items()}
         if func is aten._local_scalar_dense.default and id(args[0]) in self.ids:
             known = self.known_value(self.ids[id(args[0])])
@@ -207,6 +211,7 @@ class _Recorder(TorchDispatchMode):
         if is_mutable(func):
             self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        self.check_strided(func, outs)
         if self.tracing.observer is not None:
             self.tracing.observer.call(func, (*args, *kwargs.values()), outs)
         node = Node(
@@ -306,6 +311,18 @@ class _Recorder(TorchDispatchMode):
             )
         return value
 
+    def check_strided(self, func: OpOverload, outs: Sequence[Any]) -> None:
+        for out in outs:
+            if isinstance(out, torch.Tensor) and out.layout is not torch.strided:
+                raise TraceError(
+                    explain(
+                        f"{func} makes a tensor of the layout {out.layout}",
+                        where=self.line,
+                        rule="values are dense: how many elements a sparse one has depends on data",
+                        remedy="use a mask, or indices of a static number",
+                    )
+                )
+
     def check_inputs(self) -> None:
         for path, fake in zip(self.paths, self.fakes, strict=True):
             if fake._version:
@@ -346,6 +363,29 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def is_strided_view(op: OpOverload) -> bool:
+    """Whether the op is as_strided or one of its kind, which address memory and not elements."""
+    return op.overloadpacket.__name__.startswith("as_strided")
+
+
+def check_memory(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], where: str) -> None:
+    """Raises ShardingError when as_strided would see memory other than its operand's elements in order."""
+    names = (*(("src",) if "scatter" in op.name() else ()), "size", "stride", "storage_offset")
+    given = dict(zip(names, args[1:])) | kwargs
+    base, offset = args[0], given.get("storage_offset") or 0
+    last = offset + sum((size - 1) * step for size, step in zip(given["size"], given["stride"], strict=True))
+    if base.is_contiguous() and not base.storage_offset() and (last < base.numel() or 0 in given["size"]):
+        return
+    raise ShardingError(
+        explain(
+            f"{op} of a tensor whose elements are not all of its memory, in order",
+            where=where,
+            rule="strides are those of one device's memory: pieces have others",
+            remedy="use view, permute, slicing or unfold, or take it of x.contiguous()",
+        )
+    )
+
+
 def user_line() -> str:
     """file:line of the innermost frame that is neither torch's nor ours."""
     frame = sys._getframe(1)
@@ -371,6 +411,23 @@ def _data_dependent(recorder: _Recorder, error: BaseException) -> TraceError:
             remedy="use torch.where or a mask, or pass the number as a static Python argument",
         )
     )
+
+
+def _explained(recorder: _Recorder, error: RuntimeError) -> TraceError | None:
+    """What an error of torch's means here; None for those that a call on one device raises as well."""
+    text = str(error)
+    if "data pointer" in text:  # an op that reads values without a call that could be seen
+        return _data_dependent(recorder, error)
+    if "setup_context staticmethod" in text:
+        return TraceError(
+            explain(
+                "a torch.autograd.Function whose forward takes `ctx`",
+                where=recorder.line or user_line(),
+                rule="gradients are those of torch.func, which needs forward and setup_context apart",
+                remedy="give the Function a setup_context, or use an op without it",
+            )
+        )
+    return None
 
 
 @contextmanager
