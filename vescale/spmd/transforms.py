@@ -16,6 +16,7 @@ import torch
 from .. import _tree
 from .._compat import base_tensor
 from .._errors import ArgumentError, explain
+from ..rng.reuse import paused
 from .dtensor import DTensor, place
 from .layout import Layout
 from .mesh import Mesh
@@ -284,7 +285,8 @@ class _Remat(torch.autograd.Function):
                 filled[index] = value
             return ctx.run(*filled)
 
-        both: Any = joined(lambda: torch.func.vjp(some, *(tensors[index] for index in chosen)))
+        with paused():  # draws are repeated here, and that is meant
+            both: Any = joined(lambda: torch.func.vjp(some, *(tensors[index] for index in chosen)))
         outputs, vjp = both
         given = tuple(
             torch.zeros_like(output) if gradient is None else gradient

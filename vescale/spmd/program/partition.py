@@ -624,7 +624,7 @@ def _live(
 def _read(node: Node) -> list[int]:
     """The values that a node reads: none of a draw's or a factory's but the key."""
     refs = list(node.refs())
-    return refs[:1] if node.op.namespace == "vescale" else [] if is_source(node.op) else refs
+    return (refs[:1] if node.op.namespace == "vescale" else []) if is_source(node.op) else refs
 
 
 def whole_pattern(node: Node, metas: Sequence[TensorMeta]) -> Pattern:

@@ -77,11 +77,6 @@ def linear_in_first(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return broadcast_pattern(node, metas, linear=(frozenset((0,)),) if first else ())
 
 
-@rule(overloads(aten.fill))
-def fill(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
-    return broadcast_pattern(node, metas)
-
-
 @rule([aten.div.Tensor_mode, aten.div.Scalar_mode])
 def rounded_division(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return broadcast_pattern(node, metas)

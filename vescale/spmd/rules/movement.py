@@ -33,12 +33,6 @@ def rot90(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return along(node, metas, argument(node, 2, "dims", (0, 1)), linear=FIRST, ragged=1)
 
 
-@rule(aten.linalg_cross.default)
-def cross(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
-    dim = argument(node, 2, "dim", -1)
-    return along(node, metas, [dim], linear=(frozenset((0,)), frozenset((1,))), ragged=1)
-
-
 # Padding, and cutting where a pad is negative.
 
 

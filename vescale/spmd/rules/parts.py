@@ -133,7 +133,7 @@ def _diagonal(
     return dims, (*rest, ("diagonal",)), sizes, frozenset({"diagonal", *(f"d{dim}" for dim in pair)})
 
 
-@rule(aten.diagonal.default)
+@rule([aten.diagonal.default, aten.diagonal_copy.default])
 def diagonal(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     shape = operand_metas(node, metas)[0].shape
     dims, part, sizes, whole = _diagonal(node, metas, shape, 1)
