@@ -7,6 +7,7 @@ new torch release is one file's work. Each name here says
 * what public spelling is missing, and what would let us drop it.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,7 +22,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 # 2.11 - 2.13. A mode that sees every ATen call; documented, but lives in a private module.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+    _disable_current_modes,
+)
 
 # 2.11 - 2.13. What torch.func keeps of itself; it has no stub.
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -130,3 +134,28 @@ def is_batched(tensor: torch.Tensor) -> bool:
             return True
         tensor = _functorch.get_unwrapped(tensor)
     return False
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """2.11 - 2.13. Which memory a tensor views, fake ones too; as long as something views it."""
+    return tensor.untyped_storage()._cdata
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """2.11 - 2.13. Inside, ops reach no dispatch mode: real work while a mode records."""
+    return _disable_current_modes()
+
+
+def forget_fakes(mode: Any) -> None:
+    """2.11 - 2.13. Drop a fake tensor mode's weak references: `module.half()` refuses tensors with one."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def written_tensors(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """2.11 - 2.13. The tensors that a call of an overload writes to, `out=` ones too."""
+    found: list[Any] = []
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return [tensor for tensor in found if tensor is not None]
