@@ -17,6 +17,7 @@ from .spmd.program.dispatch import no_implicit_redistribute
 
 # layouts and tensors
 from .spmd.functional import functional
+from .spmd.init import init
 from .spmd.layout import AbstractMesh, Layout
 from .spmd.visualize import visualize
 
@@ -88,6 +89,7 @@ __all__ = [
     "from_torch",
     "functional",
     "grad",
+    "init",
     "make_mesh",
     "no_implicit_redistribute",
     "optim",

@@ -7,6 +7,7 @@ new torch release is one file's work. Each name here says
 * what public spelling is missing, and what would let us drop it.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -156,3 +157,23 @@ def foreach_form(op: Any, overload: str) -> Any:
     """2.11 - 2.13. The overload of `_foreach_x` for lists of the operands of aten's x, or None."""
     packet = getattr(torch.ops.aten, "_foreach_" + op._schema.name.split("::")[1], None)
     return getattr(packet, overload, None) if packet is not None else None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """2.11 - 2.13. Which memory a tensor views, fake ones too; as long as something views it."""
+    return tensor.untyped_storage()._cdata
+
+
+def forget_fakes(mode: Any) -> None:
+    """2.11 - 2.13. Drop a fake tensor mode's weak references: `module.half()` refuses tensors with one."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def written_tensors(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """2.11 - 2.13. The tensors that a call of an overload writes to, `out=` ones too."""
+    found: list[Any] = []
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return [tensor for tensor in found if tensor is not None]

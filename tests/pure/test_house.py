@@ -52,6 +52,7 @@ PUBLIC = [
     "Staged",
     "parallelize",
     "functional",
+    "init",
     "shard_map",
     "all_gather",
     "all_to_all",

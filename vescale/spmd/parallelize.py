@@ -91,9 +91,9 @@ def parallelize(
     An `nn.Module` becomes a `ParallelModule`: it keeps sharded parameters and buffers of its own, placed by
     the plan, is called like the module, and its results can be differentiated with `.backward()`.
 
-    With `static=False` nothing is traced: fn runs op by op on DTensors with real values, at every call. Prints,
-    breakpoints, `.item()` and control flow on values work. Inputs, parameters, activations and results are
-    placed as the plan says; in between each op decides for itself.
+    With `static=False` nothing is traced: fn runs op by op on DTensors with real values, at every call.
+    Prints, breakpoints, `.item()` and control flow on values work. Inputs, parameters, activations and
+    results are placed as the plan says; in between each op decides for itself.
 
     >>> import torch, vescale as vs
     >>> mesh = vs.make_mesh({"dp": 2})

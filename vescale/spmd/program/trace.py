@@ -157,7 +157,7 @@ def _counting_versions() -> Iterator[None]:
 
 @contextmanager
 def within(tracing: Tracing) -> Iterator[None]:
-    """Inside, a function runs on real values as `tracing` says: transforms find it, activations are pinned."""
+    """Inside, a function runs on real values: transforms find `tracing`, activations are pinned."""
     token = _current.set(tracing)
     try:
         with _module_stack(tracing):
