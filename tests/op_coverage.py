@@ -4,9 +4,10 @@ A *case* is a sample of an op with its tensors laid out in one of the ways of `W
 differentiates it, backward. Its verdict is the best that can be said of it; that of an op is its worst case.
 """
 
+import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -34,7 +35,7 @@ FREE, MOVED, REPLICATED, REFUSED, WRONG = VERDICTS = (
 ORDINARY, RANDOM, DATA, OPEN = CATEGORIES = ("ordinary", "random", "data dependent", "uninitialised")
 WAYS = ("Shard(0)", "Shard(last)", "mixed", "uneven", "ragged")
 
-# Reductions may be reordered; an element may differ by this much, of itself and of the largest one.
+# Reductions may be reordered: an element may differ by this much of itself, and of the largest one or 1.
 RELATIVE, OF_LARGEST = 2e-4, 2e-5
 
 UNINITIALISED = {
@@ -43,17 +44,115 @@ UNINITIALISED = {
 }
 # Ops that only move elements, or make the same ones anywhere: their results are equal bit for bit.
 MOVEMENT = set(
-    """
-    H T mH mT adjoint atleast_1d atleast_2d atleast_3d block_diag broadcast_shapes broadcast_tensors
-    broadcast_to cat chunk clone column_stack concat contiguous conj diag diag_embed diagonal diagonal_copy
-    diagonal_scatter dsplit dstack expand expand_as expand_copy fill flatten flip fliplr flipud full_like gather
-    hsplit hstack index_select masked_fill meshgrid movedim moveaxis narrow narrow_copy ones_like permute
-    permute_copy ravel repeat reshape reshape_as resolve_conj resolve_neg roll rot90 select select_scatter
-    slice slice_scatter split split_list_args split_with_sizes split_with_sizes_copy squeeze squeeze_copy stack
-    swapaxes swapdims t t_copy take_along_dim tile transpose transpose_copy tril triu unbind unbind_copy
-    unflatten unfold unfold_copy unsafe_chunk unsafe_split unsqueeze unsqueeze_copy view view_as view_copy vsplit
-    vstack where zero_ zeros_like eq ne lt le gt ge isnan isinf isfinite sign signbit abs neg
-    """.split()
+    [
+        "H",
+        "T",
+        "mH",
+        "mT",
+        "adjoint",
+        "atleast_1d",
+        "atleast_2d",
+        "atleast_3d",
+        "block_diag",
+        "broadcast_shapes",
+        "broadcast_tensors",
+        "broadcast_to",
+        "cat",
+        "chunk",
+        "clone",
+        "column_stack",
+        "concat",
+        "contiguous",
+        "conj",
+        "diag",
+        "diag_embed",
+        "diagonal",
+        "diagonal_copy",
+        "diagonal_scatter",
+        "dsplit",
+        "dstack",
+        "expand",
+        "expand_as",
+        "expand_copy",
+        "fill",
+        "flatten",
+        "flip",
+        "fliplr",
+        "flipud",
+        "full_like",
+        "gather",
+        "hsplit",
+        "hstack",
+        "index_select",
+        "masked_fill",
+        "meshgrid",
+        "movedim",
+        "moveaxis",
+        "narrow",
+        "narrow_copy",
+        "ones_like",
+        "permute",
+        "permute_copy",
+        "ravel",
+        "repeat",
+        "reshape",
+        "reshape_as",
+        "resolve_conj",
+        "resolve_neg",
+        "roll",
+        "rot90",
+        "select",
+        "select_scatter",
+        "slice",
+        "slice_scatter",
+        "split",
+        "split_list_args",
+        "split_with_sizes",
+        "split_with_sizes_copy",
+        "squeeze",
+        "squeeze_copy",
+        "stack",
+        "swapaxes",
+        "swapdims",
+        "t",
+        "t_copy",
+        "take_along_dim",
+        "tile",
+        "transpose",
+        "transpose_copy",
+        "tril",
+        "triu",
+        "unbind",
+        "unbind_copy",
+        "unflatten",
+        "unfold",
+        "unfold_copy",
+        "unsafe_chunk",
+        "unsafe_split",
+        "unsqueeze",
+        "unsqueeze_copy",
+        "view",
+        "view_as",
+        "view_copy",
+        "vsplit",
+        "vstack",
+        "where",
+        "zero_",
+        "zeros_like",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "isnan",
+        "isinf",
+        "isfinite",
+        "sign",
+        "signbit",
+        "abs",
+        "neg",
+    ]
 )
 
 
@@ -65,7 +164,9 @@ class Result:
     category: str
     cases: Counter[str] = field(default_factory=Counter)  # by verdict
     notes: list[tuple[str, str]] = field(default_factory=list)  # (verdict, what happened) of what isn't right
-    apart: Counter[str] = field(default_factory=Counter)  # cases of another category than the op's, by verdict
+    apart: Counter[str] = field(
+        default_factory=Counter
+    )  # cases of another category than the op's, by verdict
 
     @property
     def verdict(self) -> str:
@@ -89,7 +190,7 @@ def dtype_of(op: Any) -> torch.dtype:
 def samples(op: Any, count: int) -> list[Any]:
     """So many samples, spread over all that torch has: the first are all alike."""
     dtype = dtype_of(op)
-    grad = bool(op.supports_autograd) and dtype in op.backward_dtypes
+    grad = op.supports_autograd and dtype.is_floating_point
     with torch.random.fork_rng():
         torch.manual_seed(0)
         found = list(islice(op.sample_inputs("cpu", dtype, requires_grad=grad), 100))
@@ -106,45 +207,47 @@ def mesh(way: str) -> vs.Mesh:
     return vs.make_mesh(axes, backend="simulated")
 
 
-def wanted(way: str, shape: Sequence[int], number: int) -> Iterator[vs.P]:
-    """Placements to try, in order, for tensor `number` of a sample."""
+def wanted(way: str, shape: Sequence[int], number: int) -> list[Callable[[], vs.P]]:
+    """Placements to try, in order, for tensor `number` of a sample. Some can't be made for some shapes."""
     last = len(shape) - 1
-    if shape and way == "Shard(0)":
-        yield vs.P(dp=vs.Shard(0))
-    if shape and way == "Shard(last)":
-        yield vs.P(dp=vs.Shard(last))
-    if shape and way == "mixed":
+    if not shape:
+        return []
+    if way == "Shard(0)":
+        return [lambda: vs.P(dp=vs.Shard(0))]
+    if way == "Shard(last)":
+        return [lambda: vs.P(dp=vs.Shard(last))]
+    if way == "uneven":
+        odd = [dim for dim, size in enumerate(shape) if size % 3]
+        return [lambda dim=dim: vs.P(dp=vs.Shard(dim)) for dim in odd]
+    if way == "mixed":
         kinds = [
-            vs.P(dp=vs.Shard(0), tp=vs.Shard(last)),
-            vs.P(dp=vs.InterleavedShard(0, 2), tp=vs.Replicate()),
-            vs.P(tp=vs.Shard(0)),
-            vs.P(tp=vs.Shard(last), dp=vs.Shard(last)),
+            lambda: vs.P(dp=vs.Shard(0), tp=vs.Shard(last)),
+            lambda: vs.P(dp=vs.InterleavedShard(0, 2)),
+            lambda: vs.P(tp=vs.Shard(0)),
+            lambda: vs.P(tp=vs.Shard(last), dp=vs.Shard(last)),
         ]
-        yield from kinds[number % len(kinds) :]
-        yield vs.P(tp=vs.Shard(0))
-    if shape and way == "uneven":
-        yield from (vs.P(dp=vs.Shard(dim)) for dim, size in enumerate(shape) if size % 3)
-    if shape and way == "ragged":  # nothing on the first rank, and all dims at once every other time
-        dims = tuple(range(len(shape))) if number % 2 else (0,)
-        for cut in (dims, (0,)):
-            units = 1
-            for dim in cut:
-                units *= shape[dim]
-            some = units // 3
-            yield vs.P(dp=vs.RaggedShard(cut, (0, some, units - some - units // 2 + units // 3, 0)))
-            yield vs.P(dp=vs.RaggedShard(cut, (0, some, units - some, 0)))
-    yield vs.P()
+        return [*kinds[number % len(kinds) :], lambda: vs.P(tp=vs.Shard(0))]
+    dims = tuple(range(len(shape))) if number % 2 else (0,)
+    return [lambda: vs.P(dp=vs.RaggedShard(dims, _ragged(shape, dims)))]
+
+
+def _ragged(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
+    """Units of four ranks, all different: none on the first, most on the last."""
+    units = math.prod(shape[dim] for dim in dims)
+    few = units // 4
+    return 0, units // 2 - few, few, units - units // 2
 
 
 def place(tensor: torch.Tensor, way: str, number: int) -> vs.DTensor:
     """The tensor in the first layout that there is; whole tensors where there is none."""
-    for spec in wanted(way, tensor.shape, number):
+    for make in wanted(way, tensor.shape, number):
         try:
+            spec = make()
             Layout(mesh(way).abstract, spec, tuple(tensor.shape))
         except LayoutError:
             continue
         return vs.distribute_tensor(tensor, mesh(way), spec)
-    raise AssertionError("whole tensors are always legal")
+    return vs.distribute_tensor(tensor, mesh(way), vs.P())
 
 
 # A sample as a function of tensors.
@@ -305,7 +408,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor, exact: bool) -> str:
         if exact:
             same = (one == other) | (one.isnan() & other.isnan())
         else:
-            largest = other[other.isfinite()].abs().max().item() if other.isfinite().any() else 0.0
+            largest = max(other[other.isfinite()].abs().max().item() if other.isfinite().any() else 0.0, 1.0)
             same = torch.isclose(one, other, RELATIVE, OF_LARGEST * largest, equal_nan=True)
     else:
         same = one == other

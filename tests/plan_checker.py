@@ -44,7 +44,7 @@ def check_plan(plan) -> None:
     taken, elements = [], 0
     for spec in plan.specs:
         start, size = plan.offsets[spec.name], prod(spec.shape)
-        assert 0 <= start
+        assert start >= 0
         assert start + size <= shard * shards, f"{spec.name} ends after the buffer"
         assert start * item % plan.unit == 0, f"{spec.name} is not aligned"
         elements += size

@@ -18,7 +18,8 @@ from .spmd.program.dispatch import no_implicit_redistribute
 
 # layouts and tensors
 from .spmd.functional import functional
-from .spmd.layout import Layout
+from .spmd.init import init
+from .spmd.layout import AbstractMesh, Layout
 from .spmd.visualize import visualize
 
 # meshes and placements
@@ -64,6 +65,7 @@ from .spmd.ragged_collectives import all_gather_ragged, all_to_all_ragged, psum_
 from .spmd.transforms import constrain, grad, remat, value_and_grad, vmap
 
 __all__ = [
+    "AbstractMesh",
     "DTensor",
     "Elements",
     "FSDP",
@@ -98,6 +100,7 @@ __all__ = [
     "fsdp",
     "functional",
     "grad",
+    "init",
     "make_mesh",
     "no_implicit_redistribute",
     "optim",

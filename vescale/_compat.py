@@ -7,6 +7,7 @@ new torch release is one file's work. Each name here says
 * what public spelling is missing, and what would let us drop it.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -62,9 +63,13 @@ def make_wrapper(
     cls: type, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
 ) -> Any:
     """2.11 - 2.13. A tensor of class `cls` with a shape and no storage; torch documents no other way."""
-    return torch.Tensor._make_wrapper_subclass(
-        cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+    # By place, 0.9 us; by name it takes 1.3.
+    return _make_wrapper_subclass(
+        cls, shape, None, None, None, dtype, torch.strided, device, False, requires_grad
     )
+
+
+_make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 
 
 # 2.11 - 2.13. As __torch_function__: calls go straight to __torch_dispatch__. The public default wraps
@@ -134,3 +139,41 @@ def is_batched(tensor: torch.Tensor) -> bool:
             return True
         tensor = _functorch.get_unwrapped(tensor)
     return False
+
+
+def in_place_form(op: Any) -> Any:
+    """2.11 - 2.13. The overload that writes to its first argument what an overload computes, or None."""
+    packet = getattr(torch.ops.aten, op._schema.name.split("::")[1] + "_", None)
+    form = getattr(packet, op._overloadname, None) if packet is not None else None
+    if form is None or written_arguments(form) != [0]:
+        return None
+    same = [(a.name, str(a.type)) for a in form._schema.arguments] == [
+        (a.name, str(a.type)) for a in op._schema.arguments
+    ]
+    return form if same else None
+
+
+def foreach_form(op: Any, overload: str) -> Any:
+    """2.11 - 2.13. The overload of `_foreach_x` for lists of the operands of aten's x, or None."""
+    packet = getattr(torch.ops.aten, "_foreach_" + op._schema.name.split("::")[1], None)
+    return getattr(packet, overload, None) if packet is not None else None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """2.11 - 2.13. Which memory a tensor views, fake ones too; as long as something views it."""
+    return tensor.untyped_storage()._cdata
+
+
+def forget_fakes(mode: Any) -> None:
+    """2.11 - 2.13. Drop a fake tensor mode's weak references: `module.half()` refuses tensors with one."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def written_tensors(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """2.11 - 2.13. The tensors that a call of an overload writes to, `out=` ones too."""
+    found: list[Any] = []
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return [tensor for tensor in found if tensor is not None]

@@ -49,7 +49,7 @@ def test_each_value_is_gone_when_the_next_instruction_runs():
         call(named("unused", "e"), Ref(4), outs=(5,)),
         call(named("f", "e"), Ref(4), outs=(6,)),
     ]
-    program, _ = generate(instructions, [0, 1], [6, 4, None, 6], looks)
+    program = generate(instructions, [0, 1], [6, 4, None, 6], looks).run
     outputs = program(inputs)
     assert not inputs
     assert {name for name, ref in alive.items() if ref() is not None} == {"e", "f"}
@@ -61,14 +61,14 @@ def test_an_input_that_nobody_reads_is_freed_first():
     dead = torch.ones(2)
     ref, inputs = weakref.ref(dead), [dead, torch.ones(2)]
     del dead
-    program, _ = generate([call(lambda x: [ref(), x], Ref(1), outs=(2,))], [0, 1], [2], looks)
+    program = generate([call(lambda x: [ref(), x], Ref(1), outs=(2,))], [0, 1], [2], looks).run
     assert program(inputs)[0][0] is None
 
 
 def test_a_program_without_inputs_or_instructions():
-    assert generate([], [], [], looks)[0]([]) == []
+    assert generate([], [], [], looks).run([]) == []
     one = torch.ones(1)
-    assert generate([], [0], [0, 0], looks)[0]([one]) == [one, one]
+    assert generate([], [0], [0, 0], looks).run([one]) == [one, one]
 
 
 def test_results_that_are_lists():
@@ -76,7 +76,7 @@ def test_results_that_are_lists():
         call(lambda: (1, 2, 3), outs=(0, None, 2), unpack=True),
         call(lambda: [4], outs=(3,), unpack=True),
     ]
-    assert generate(instructions, [], [2, 0, 3], looks)[0]([]) == [3, 1, 4]
+    assert generate(instructions, [], [2, 0, 3], looks).run([]) == [3, 1, 4]
 
 
 CONSTANTS = [
@@ -88,19 +88,19 @@ CONSTANTS = [
 @pytest.mark.parametrize("value", CONSTANTS, ids=repr)
 def test_constants_arrive_as_they_are(value):
     for instruction in (call(lambda x: x, value, outs=(0,)), call(lambda *, x: x, x=value, outs=(0,))):
-        (found,) = generate([instruction], [], [0], looks)[0]([])
+        (found,) = generate([instruction], [], [0], looks).run([])
         assert type(found) is type(value)
         assert found == value
 
 
 def test_nan_arrives():
-    (found,) = generate([call(lambda x: x, math.nan, outs=(0,))], [], [0], looks)[0]([])
+    (found,) = generate([call(lambda x: x, math.nan, outs=(0,))], [], [0], looks).run([])
     assert math.isnan(found)
 
 
 def test_a_traceback_shows_the_line_of_the_user():
     origin = Origin("train.py:12 in forward", "blocks.0.fc1", "backward")
-    program, _ = generate([call(aten.mm.default, Ref(0), Ref(0), outs=(1,), origin=origin)], [0], [1], looks)
+    program = generate([call(aten.mm.default, Ref(0), Ref(0), outs=(1,), origin=origin)], [0], [1], looks).run
     with pytest.raises(RuntimeError) as caught:
         program([torch.ones(2, 3)])
     text = "".join(traceback.format_exception(caught.value))

@@ -29,6 +29,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 PUBLIC = [
     "VescaleError",
+    "AbstractMesh",
     "Mesh",
     "make_mesh",
     "InterleavedShard",
@@ -51,6 +52,7 @@ PUBLIC = [
     "Staged",
     "parallelize",
     "functional",
+    "init",
     "shard_map",
     "all_gather",
     "all_to_all",

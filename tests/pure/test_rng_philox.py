@@ -9,13 +9,13 @@ from hypothesis import given, settings, strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import vescale.rng.philox as philox
+from vescale.rng.numbers import draw
 from vescale.rng.philox import (
     FOLD_IN,
     MASK,
     derive_keys,
     philox4x32,
     philox4x32_ints,
-    random_bits,
     random_bits_at,
 )
 
@@ -66,7 +66,7 @@ def test_tensors_compute_what_ints_do(counters, key):
 @settings(max_examples=60, deadline=None)
 def test_the_draw_is_the_draw_at_every_index(key, shape, width):
     numel = math.prod(shape)
-    whole = random_bits(key, shape, width)
+    whole = draw(key, shape, f"bits{width}")
     index = torch.arange(numel).view(shape)
     assert whole.shape == tuple(shape)
     assert torch.equal(whole, random_bits_at(key, index, width))
@@ -76,7 +76,7 @@ def test_the_draw_is_the_draw_at_every_index(key, shape, width):
 @given(keys, widths, st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_subset_in_any_order(key, width, data):
-    whole = random_bits(key, [311], width)
+    whole = draw(key, [311], f"bits{width}")
     index = torch.tensor(data.draw(st.lists(st.integers(0, 310), max_size=60)), dtype=torch.int64)
     assert torch.equal(random_bits_at(key, index, width), whole[index])
     grid = index[: index.numel() // 2 * 2].view(2, -1).T  # not contiguous
@@ -86,10 +86,10 @@ def test_any_subset_in_any_order(key, width, data):
 @pytest.mark.parametrize("width", [32, 64])
 def test_chunks_do_not_show(width, monkeypatch):
     key = torch.tensor([3, 4])
-    whole = random_bits(key, [5000], width)
+    whole = draw(key, [5000], f"bits{width}")
     index = torch.arange(4999, -1, -1)
     monkeypatch.setattr(philox, "_chunk", lambda device: 17)
-    assert torch.equal(random_bits(key, [5000], width), whole)
+    assert torch.equal(draw(key, [5000], f"bits{width}"), whole)
     assert torch.equal(random_bits_at(key, index, width), whole.flip(0))
 
 
@@ -116,41 +116,43 @@ def test_few_keys_and_many_are_derived_alike(key, data):
 
 def test_width_is_checked():
     with pytest.raises(ValueError, match="32 or 64"):
-        random_bits(torch.tensor([0, 0]), [3], 16)
+        random_bits_at(torch.tensor([0, 0]), torch.arange(3), 16)
 
 
 def test_ops_satisfy_torch():
     key, index = torch.tensor([1, 2]), torch.arange(6).view(2, 3)
     for op, args in (
-        (torch.ops.vescale.random_bits.default, (key, [2, 3], 32)),
+        (torch.ops.vescale.draw.default, (key, [2, 3], "bits32")),
+        (torch.ops.vescale.draw_at.default, (key, torch.tensor([[3, 2, 0, 1]]), [2], "gumbel64")),
+        (torch.ops.vescale.scale_bits.default, (index, index, 3, 7)),
         (torch.ops.vescale.random_bits_at.default, (key, index, 64)),
         (torch.ops.vescale.derive_keys.default, (key, index, FOLD_IN)),
-        (torch.ops.vescale.normal_from_bits.default, (index, torch.float32)),
+        (torch.ops.vescale.normal_from_bits.default, (index,)),
     ):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_fake_tensors_trace_to_one_node_with_the_right_shape():
-    def draw(key, index):
-        return random_bits(key, [4, 5], 32), random_bits_at(key, index, 64)
+    def both(key, index):
+        return draw(key, [4, 5], "bits32"), random_bits_at(key, index, 64)
 
     args = torch.tensor([1, 2]), torch.arange(6).view(2, 3)
-    graph = make_fx(draw, tracing_mode="fake")(*args)
+    graph = make_fx(both, tracing_mode="fake")(*args)
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
     assert [str(node.target) for node in calls] == [
-        "vescale.random_bits.default",
+        "vescale.draw.default",
         "vescale.random_bits_at.default",
     ]
     assert [tuple(node.meta["val"].shape) for node in calls] == [(4, 5), (2, 3)]
-    for got, want in zip(graph(*args), draw(*args)):
+    for got, want in zip(graph(*args), both(*args)):
         assert torch.equal(got, want)
 
 
 def test_vmap_over_keys_and_over_indices():
     many = torch.tensor([[1, 2], [3, 4], [5, 6]])
     index = torch.arange(6).view(2, 3)
-    got = torch.func.vmap(lambda key: random_bits(key, [5], 32))(many)
-    assert torch.equal(got, torch.stack([random_bits(key, [5], 32) for key in many]))
+    got = torch.func.vmap(lambda key: draw(key, [5], "bits32"))(many)
+    assert torch.equal(got, torch.stack([draw(key, [5], "bits32") for key in many]))
     got = torch.func.vmap(lambda i: random_bits_at(many[0], i, 32), in_dims=1)(index)
     assert torch.equal(got, random_bits_at(many[0], index.T, 32))
     got = torch.func.vmap(lambda key, i: random_bits_at(key, i, 32))(many, index.T)
@@ -159,7 +161,7 @@ def test_vmap_over_keys_and_over_indices():
 
 
 def test_blocks_do_not_repeat():
-    drawn = random_bits(torch.tensor([9, 9]), [4096], 64)
+    drawn = draw(torch.tensor([9, 9]), [4096], "bits64")
     assert drawn.unique().numel() == 4096
-    other = [random_bits(torch.tensor(key), [64], 64) for key in itertools.product((0, 1), (0, 1))]
+    other = [draw(torch.tensor(key), [64], "bits64") for key in itertools.product((0, 1), (0, 1))]
     assert torch.cat(other).unique().numel() == 256

@@ -5,13 +5,17 @@ Read in this order: `blocks` (what must not be cut), `spec` (a tensor to place),
 `bound` (what counting allows), `search` (which shard sizes are tried), `packing` (whether one works).
 """
 
+from ..spmd.program.passes import DECISIONS, Pass, register
 from .blocks import Block, Cuts, Elements, Rows, Tile, Whole, default_block
 from .bucket import Bucket
 from .buffer_plan import BufferPlan
 from .config import FSDP
 from .dbuffer import DBuffer
 from .planner import plan_buckets, plan_buffer
+from .schedule import schedule
 from .spec import TensorSpec
+
+register(Pass("buckets", DECISIONS, schedule, rewrites=True))
 
 __all__ = [
     "Block",

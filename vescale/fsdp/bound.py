@@ -34,7 +34,9 @@ def counting_bound(tensors: Mapping[tuple[int, Cuts], int], num_shards: int, gra
     elements, and for each block size g the `m * floor(S / g)` places for blocks of that size hold all whole
     blocks of size g or more.
 
-    >>> counting_bound({(30, Cuts(10)): 1, (8, Cuts(4)): 2}, num_shards=2, grain=4)  # two of three blocks on a rank
+    >>> counting_bound(
+    ...     {(30, Cuts(10)): 1, (8, Cuts(4)): 2}, num_shards=2, grain=4
+    ... )  # two of three blocks on a rank
     Floor(size=24, block=0)
     >>> counting_bound({(30, Cuts(10)): 1}, num_shards=2, grain=4)
     Floor(size=20, block=10)

@@ -94,7 +94,13 @@ class BufferPlan:
             runs = [(0, first), (elements, 1), (0, self.num_shards - first - 1)]
         else:
             head, tail = (first + 1) * size - start, end - last * size
-            runs = [(0, first), (head, 1), (size, last - first - 1), (tail, 1), (0, self.num_shards - last - 1)]
+            runs = [
+                (0, first),
+                (head, 1),
+                (size, last - first - 1),
+                (tail, 1),
+                (0, self.num_shards - last - 1),
+            ]
         return tuple((count, ranks) for count, ranks in runs if ranks)
 
     def placement(self, name: str, dims: Sequence[int]) -> RaggedShard:
@@ -161,7 +167,9 @@ class BufferPlan:
         axes = figure.add_subplot()
         for height, (_, parts) in enumerate(lines):
             for number, start, count in parts:
-                axes.barh(height, count, left=start, color=f"C{number % 10}", edgecolor="white", linewidth=0.4)
+                axes.barh(
+                    height, count, left=start, color=f"C{number % 10}", edgecolor="white", linewidth=0.4
+                )
                 if count > self.shard_size / 12:
                     name = self.specs[number].name.split(".", 1)[-1][-int(90 * count / self.shard_size) :]
                     axes.text(start + count / 2, height, name, ha="center", va="center", fontsize=5)

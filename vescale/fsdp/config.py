@@ -14,11 +14,9 @@ from .._errors import PlanError, explain
 from ..spmd.dtensor import DTensor
 from ..spmd.layout import AbstractMesh
 from ..spmd.plan import Parameter, Staging
-from ..spmd.program.partition import Partitioned
 from .blocks import Block
 from .bucket import Bucket
 from .dbuffer import DBuffer
-from .schedule import schedule
 from .staging import stage
 
 
@@ -80,12 +78,6 @@ class FSDP:
         """The DTensors at rest of each bucket, copied into a `DBuffer`."""
         return {name: x for bucket in buckets for name, x in DBuffer.placed(bucket, tensors).items()}
 
-    def schedule(
-        self, program: Partitioned, buckets: Sequence[Bucket], parameters: Mapping[str, int]
-    ) -> Partitioned:
-        """The program with the moves of each bucket together: see `schedule.schedule`."""
-        return schedule(program, buckets, parameters)
-
     def _check(self) -> None:
         named = all(isinstance(axis, str) for axis in self.axes)
         if not named or not 1 <= len(self.axes) <= 2 or len(set(self.axes)) != len(self.axes):
@@ -133,12 +125,16 @@ class FSDP:
         for name in ("prefetch", "max_padding"):
             if getattr(self, name) < 0:
                 raise PlanError(
-                    explain(f"{name}={getattr(self, name)}", where="FSDP", rule="0 or more", remedy="raise it")
+                    explain(
+                        f"{name}={getattr(self, name)}", where="FSDP", rule="0 or more", remedy="raise it"
+                    )
                 )
 
     def __repr__(self) -> str:
         usual = {"wrap": (), "block": {}, "param_dtype": None, "reduce_dtype": None}
         usual |= {"reshard_after_forward": True, "prefetch": 1, "max_padding": 0.25}
-        told = [f"{name}={getattr(self, name)!r}" for name, value in usual.items() if getattr(self, name) != value]
+        told = [
+            f"{name}={getattr(self, name)!r}" for name, value in usual.items() if getattr(self, name) != value
+        ]
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         return f"FSDP({', '.join([repr(axis), *told])})"

@@ -66,7 +66,9 @@ def views(places: Sequence[Address]) -> Callable[[Tensor], list[Tensor]]:
     return lambda flat: [place.view(flat) for place in places]
 
 
-def empty_gradients(bucket: Bucket, rank: int, dtype: torch.dtype, there: Sequence[int]) -> Callable[..., Tensor]:
+def empty_gradients(
+    bucket: Bucket, rank: int, dtype: torch.dtype, there: Sequence[int]
+) -> Callable[..., Tensor]:
     """-> a buffer for the gradients of the parameters `there`; what they don't fill is zero."""
     places = [in_whole(bucket, rank)[index] for index in there]
     gaps, at = [], 0

@@ -36,6 +36,12 @@ class Run(NamedTuple):
     count: int
 
 
+def whole_blocks(kind: Kind) -> int:
+    """How many blocks of full size such a tensor has."""
+    size, block, period, _ = kind
+    return size // block if not period else size // period * (period // block) + size % period // block
+
+
 def gap(kind: Kind, shard: int, room: int) -> int | None:
     """The least gap before such a tensor when `room` is left in the shard, None where it fits nowhere.
 
@@ -64,6 +70,8 @@ def pack(kinds: Sequence[Kind], shard: int, num_shards: int, *, patient: bool) -
     remaining = sum(kind.size * kind.count for kind in kinds)
     position, end = 0, shard * num_shards
     alive = [number for number, kind in enumerate(kinds) if kind.count]
+    # In step: every boundary that falls on a cut is followed by others that do. Most are; it saves a call.
+    in_step = [kind.size <= shard if not kind.stride else _in_step(kind, shard) for kind in kinds]
     runs: list[Run] = []
     while alive:
         if position + remaining > end:
@@ -72,7 +80,10 @@ def pack(kinds: Sequence[Kind], shard: int, num_shards: int, *, patient: bool) -
         least, chosen = end + 1, -1
         for number in alive:
             kind = kinds[number]
-            skipped = gap(kind, shard, room)
+            if kind.size <= room:
+                skipped = 0
+            else:
+                skipped = room % kind.block if in_step[number] else gap(kind, shard, room)
             if skipped is None or skipped >= least:
                 continue
             if not skipped and patient and chosen >= 0 and least < kind.size <= room:
@@ -95,12 +106,37 @@ def pack(kinds: Sequence[Kind], shard: int, num_shards: int, *, patient: bool) -
     return runs if position <= end else None
 
 
+def pack_in_order(kinds: Sequence[Kind], shard: int, num_shards: int) -> list[Run] | None:
+    """Places for the tensors in the order given, each at its earliest start, or None."""
+    position, end = 0, shard * num_shards
+    runs: list[Run] = []
+    for number, kind in enumerate(kinds):
+        left = kind.count
+        while left:
+            skipped = gap(kind, shard, shard - position % shard)
+            if skipped is None:
+                return None
+            position += skipped
+            count = _how_many(kind, shard, shard - position % shard, left, alone=True)
+            runs.append(Run(number, position, count))
+            position += count * kind.size
+            left -= count
+            if position > end:
+                return None
+    return runs
+
+
 def _how_many(kind: Kind, shard: int, room: int, left: int, alone: bool) -> int:
     """How many of these go one after the other without a gap and without another look."""
     if kind.size <= room:
         return min(left, room // kind.size)
-    in_step = kind.stride and shard % kind.stride == 0 and kind.size % kind.block == 0 and not kind.period
-    return left if in_step and (alone or kind.size > shard) else 1
+    if (alone or kind.size > shard) and kind.size % kind.block == 0 and _in_step(kind, shard):
+        return left
+    return 1
+
+
+def _in_step(kind: Kind, shard: int) -> bool:
+    return kind.stride > 0 and not kind.period and shard % kind.block == 0
 
 
 def _last_cut(room: int, block: int, period: int) -> int:

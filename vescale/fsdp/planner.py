@@ -10,23 +10,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 
 from .bound import counting_bound
+from .buckets import splits
 from .buffer_plan import BufferPlan
 from .packing import Kind
-from .search import estimate, search
+from .search import search
 from .spec import TensorSpec, check_names, grain_of
 
 UNIT = 16  # bytes: what collectives move at full speed, and what vector loads want
 
-# Each of n groups of widths goes with any others: 3^n steps. Above this many the smallest go together.
-MAX_GROUPS = 7
 # A further buffer is a further collective. It has to make the shard smaller by this part of the bound.
 SAVING = 1 / 400
-# How often a split is planned and found dearer than its estimate before the best known one is taken.
-MAX_SPLITS = 8
 
 
 def plan_buffer(specs: Sequence[TensorSpec], num_shards: int, unit: int = UNIT) -> BufferPlan:
@@ -42,8 +40,9 @@ def plan_buffer(specs: Sequence[TensorSpec], num_shards: int, unit: int = UNIT) 
     >>> plan_buffer(specs, num_shards=8)
     BufferPlan(4 tensors, 8 shards of 2048, padding 0 = 0.0%, bound 2048)
     """
-    specs = tuple(specs)
-    return _place(specs, num_shards, unit, grain_of(specs, num_shards, unit))
+    plan = _place(tuple(specs), num_shards, unit)
+    assert plan is not None, "one shard holds everything"
+    return plan
 
 
 def plan_buckets(specs: Sequence[TensorSpec], num_shards: int, unit: int = UNIT) -> tuple[BufferPlan, ...]:
@@ -65,55 +64,61 @@ def plan_buckets(specs: Sequence[TensorSpec], num_shards: int, unit: int = UNIT)
     by_dtype: dict[torch.dtype, list[TensorSpec]] = {}
     for spec in specs:
         by_dtype.setdefault(spec.dtype, []).append(spec)
-    return tuple(
-        plan for same in by_dtype.values() or [[]] for plan in split_by_width(tuple(same), num_shards, unit)
-    )
+    return tuple(plan for same in by_dtype.values() or [[]] for plan in _split(tuple(same), num_shards, unit))
 
 
-def split_by_width(specs: tuple[TensorSpec, ...], num_shards: int, unit: int) -> tuple[BufferPlan, ...]:
-    """Buffers for tensors of one dtype: the cheapest way to put groups of block widths together.
-
-    The cost of a set of groups is estimated from its bound; only sets that the cheapest split uses are planned,
-    which may show that another one is cheaper.
-    """
-    grain = grain_of(specs, num_shards, unit)
-    groups = _groups(specs, grain)
-    everything = (1 << len(groups)) - 1
-    plans = {everything: _place(specs, num_shards, unit, grain)}
-    charge = SAVING * plans[everything].lower_bound
-
-    def members(chosen: int) -> tuple[TensorSpec, ...]:
-        inside = {spec.name for number, group in enumerate(groups) if chosen >> number & 1 for spec in group}
-        return tuple(spec for spec in specs if spec.name in inside)
-
-    if plans[everything].shard_size <= plans[everything].lower_bound + charge:
-        return (plans[everything],)
-    costs = [0.0, *(_estimate(members(chosen), num_shards, grain) for chosen in range(1, everything + 1))]
-    costs[everything] = plans[everything].shard_size
-    for _ in range(MAX_SPLITS):
-        split = _cheapest_split(costs, charge)
-        new = [chosen for chosen in split if chosen not in plans]
-        if not new:
-            return tuple(plans[chosen] for chosen in split)
-        for chosen in new:
-            plans[chosen] = _place(members(chosen), num_shards, unit, grain)
-            costs[chosen] = plans[chosen].shard_size
-    known = [cost if chosen in plans else math.inf for chosen, cost in enumerate(costs)]
-    return tuple(plans[chosen] for chosen in _cheapest_split([0.0, *known[1:]], charge))
-
-
-def _place(specs: tuple[TensorSpec, ...], num_shards: int, unit: int, grain: int) -> BufferPlan:
-    floor = counting_bound(Counter((spec.elements, spec.cuts) for spec in specs), num_shards, grain)
+def _split(specs: tuple[TensorSpec, ...], num_shards: int, unit: int) -> tuple[BufferPlan, ...]:
+    """Buffers for tensors of one dtype."""
+    single = plan_buffer(specs, num_shards, unit)
+    grain, bound = grain_of(specs, num_shards, unit), single.lower_bound
+    charge = SAVING * bound
+    best, cost = (single,), single.shard_size + charge
+    if cost <= bound + 2 * charge:
+        return best
     alike = _alike(specs, grain)
+    for split in splits(list(alike), num_shards, charge / grain):
+        spare = cost - split.cost * grain  # what this split may still come to above its estimate
+        if spare <= 0:
+            break
+        waiting, plans = [iter(numbers) for numbers in alike.values()], []
+        for buffer in split.buffers:
+            inside = sorted(
+                next(waiting[kind]) for kind, count in enumerate(buffer.counts) for _ in range(count)
+            )
+            limit = math.ceil(buffer.shard * grain + spare)
+            plan = _place(tuple(specs[number] for number in inside), num_shards, unit, limit)
+            if plan is None:
+                break
+            spare -= plan.shard_size - buffer.shard * grain
+            plans.append(plan)
+        else:
+            best, cost = tuple(plans), sum(plan.shard_size + charge for plan in plans)
+    return best
+
+
+def _place(
+    specs: tuple[TensorSpec, ...], num_shards: int, unit: int, limit: int | None = None
+) -> BufferPlan | None:
+    """A plan with shards smaller than `limit` elements, None where none is found."""
+    grain = grain_of(specs, num_shards, unit)
+    floor = counting_bound(Counter((spec.elements, spec.cuts) for spec in specs), num_shards, grain)
+    numbers = _alike(specs, grain)
     starts = [0] * len(specs)
-    if not alike:  # no elements at all
+    if not numbers:  # no elements at all
         return BufferPlan(specs, num_shards, unit, 0, tuple(starts), floor)
-    shard, order, runs = search(list(alike), num_shards, floor.size // grain)
-    waiting = {kind: iter(numbers) for kind, numbers in alike.items()}
-    for run in runs:
-        kind = order[run.kind]
+    declared = [
+        Kind(*key, count=len(list(same)))
+        for key, same in groupby(_in_units(spec, grain) for spec in specs if spec.elements)
+    ]
+    most = sum(kind.size * kind.count for kind in declared) + floor.size + 1  # never reached
+    found = search(declared, num_shards, floor.size // grain, most if limit is None else -(-limit // grain))
+    if found is None:
+        return None
+    shard, runs = found
+    waiting = {kind[:3]: iter(same) for kind, same in numbers.items()}
+    for kind, run in runs:
         for place in range(run.count):
-            starts[next(waiting[kind])] = (run.start + place * kind.size) * grain
+            starts[next(waiting[kind[:3]])] = (run.start + place * kind.size) * grain
     return BufferPlan(specs, num_shards, unit, shard * grain, tuple(starts), floor)
 
 
@@ -135,37 +140,3 @@ def _in_units(spec: TensorSpec, grain: int) -> tuple[int, int, int]:
     if period and (block >= period or period % block == 0):
         block, period = min(block, period), 0
     return (size, size, 0) if block >= size else (size, block, period)
-
-
-def _groups(specs: Sequence[TensorSpec], grain: int) -> list[list[TensorSpec]]:
-    """Specs by the width that has to divide the shard; beyond MAX_GROUPS the smallest groups are one."""
-    by_width: dict[int, list[TensorSpec]] = {}
-    for spec in specs:
-        width = Kind(*_in_units(spec, grain), count=1).stride if spec.elements else 0
-        by_width.setdefault(width, []).append(spec)
-    groups = sorted(by_width.values(), key=lambda group: -sum(spec.elements for spec in group))
-    rest = [spec for group in groups[MAX_GROUPS - 1 :] for spec in group]
-    return [*groups[: MAX_GROUPS - 1], *([rest] if rest else [])]
-
-
-def _estimate(specs: Sequence[TensorSpec], num_shards: int, grain: int) -> int:
-    floor = counting_bound(Counter((spec.elements, spec.cuts) for spec in specs), num_shards, grain)
-    return estimate(list(_alike(specs, grain)), floor.size // grain) * grain
-
-
-def _cheapest_split(costs: Sequence[float], charge: float) -> list[int]:
-    """Sets of groups, as bit masks, that hold each group once, at the least cost and a charge for each set.
-
-    >>> _cheapest_split([0, 3, 4, 9], charge=1)  # costs of {}, {a}, {b}, {a, b}
-    [2, 1]
-    """
-    best: list[tuple[float, list[int]]] = [(0.0, [])]
-    for chosen in range(1, len(costs)):
-        lowest, part, options = chosen & -chosen, chosen, []
-        while part:
-            if part & lowest:
-                cost, others = best[chosen ^ part]
-                options.append((cost + costs[part] + charge, [*others, part]))
-            part = (part - 1) & chosen
-        best.append(min(options, key=lambda option: (option[0], len(option[1]))))
-    return best[-1][1]

@@ -26,8 +26,19 @@ from typing import Any
 import torch
 
 from ..spmd.layout import Layout
+from ..spmd.program.cause import Cause
 from ..spmd.program.ir import Origin, TensorMeta
-from ..spmd.program.partition import AnyStep, Compute, Local, LocalValue, Move, Partitioned, live
+from ..spmd.program.partition import (
+    AnyStep,
+    Compute,
+    Local,
+    LocalValue,
+    Move,
+    Partitioned,
+    live,
+    operands_of,
+    results_of,
+)
 from ..spmd.program.trace import gradient_of
 from ..spmd.redistribute_plan import plan
 from .bucket import Bucket, in_shard, in_whole
@@ -36,14 +47,16 @@ from .memory import empty_gradients, shard_of, views, write
 aten = torch.ops.aten
 
 
-def schedule(
-    partitioned: Partitioned, buckets: Sequence[Bucket], parameters: Mapping[str, int]
-) -> Partitioned:
-    """The program with bucketed moves; `parameters` are the numbers of the inputs by name.
+def schedule(partitioned: Partitioned) -> Partitioned:
+    """The program with bucketed moves, as its facts say which parameters belong together.
 
     Moves that don't belong to a bucket as a whole stay what they were: a parameter that is used at rest, a
     gradient that another op reads before the bucket's last is there.
     """
+    buckets = partitioned.facts.notes.get("buckets", ())
+    if not buckets:
+        return partitioned
+    parameters = partitioned.facts.notes["parameters"]
     program = _Program(partitioned)
     for bucket in buckets:
         _bucket_reductions(program, bucket)
@@ -71,13 +84,13 @@ class _Program:
 
     def made_at(self) -> dict[int, int]:
         """Which step makes each value."""
-        return {number: index for index, step in enumerate(self.steps) for number in made(step)}
+        return {number: index for index, step in enumerate(self.steps) for number in results_of(step)}
 
     def users(self) -> dict[int, list[int]]:
         """The steps that read each value, in order."""
         found: dict[int, list[int]] = {}
         for index, step in enumerate(self.steps):
-            for number in dict.fromkeys(read(step)):
+            for number in dict.fromkeys(operands_of(step)):
                 found.setdefault(number, []).append(index)
         return found
 
@@ -98,17 +111,6 @@ class _Program:
     def finished(self) -> Partitioned:
         steps = live(self.steps, self.old.outputs)
         return replace(self.old, steps=steps, values=tuple(self.values))
-
-
-def read(step: AnyStep) -> tuple[int, ...]:
-    """The values that a step reads."""
-    return (step.source,) if isinstance(step, Move) else step.operands
-
-
-def made(step: AnyStep) -> tuple[int, ...]:
-    """The values that a step makes."""
-    results = (step.target,) if isinstance(step, Move) else step.results
-    return tuple(number for number in results if number is not None)
 
 
 def renamed(step: AnyStep, names: Mapping[int, int], results: bool = False) -> AnyStep:
@@ -163,7 +165,11 @@ def _bucket_gathers(program: _Program, buckets: Sequence[Bucket], parameters: Ma
     starts = [_start(program, gather, parameters) for gather in gathers]
     for number, gather in enumerate(gathers):
         first = number if gather.bucket.prefetch else None
-        at = gathers[max(number - gather.bucket.prefetch, 0)].users[0] if first is not None else gather.users[0]
+        at = (
+            gathers[max(number - gather.bucket.prefetch, 0)].users[0]
+            if first is not None
+            else gather.users[0]
+        )
         before.setdefault(at, []).extend(starts[number][0])
     for number, gather in enumerate(gathers):
         before.setdefault(gather.users[0], []).append(starts[number][1])
@@ -188,8 +194,8 @@ def _members(
         sources = [number]
         for at in users.get(number, ()):
             step = program.steps[at]
-            if _is_cast(step) and program.values[made(step)[0]].meta.dtype == bucket.gather_dtype:
-                sources.append(made(step)[0])
+            if _is_cast(step) and program.values[results_of(step)[0]].meta.dtype == bucket.gather_dtype:
+                sources.append(results_of(step)[0])
         for source in sources:
             if program.values[source].meta.dtype != bucket.gather_dtype:
                 continue
@@ -206,11 +212,11 @@ def _members(
         return None, []
     reach, chain, using = set(members), [], []
     for at, step in enumerate(program.steps):
-        if not reach.intersection(read(step)):
+        if not reach.intersection(operands_of(step)):
             continue
         if _is_view(step):
             chain.append(at)
-            reach.update(made(step))
+            reach.update(results_of(step))
         else:
             using.append(at)
     if reach & outputs or not using:
@@ -223,9 +229,11 @@ def _split(program: _Program, gather: _Gather, others: Sequence[_Gather]) -> lis
     backward = [at for at in gather.users if origin_of(program.steps[at]).region == "backward"]
     forward = [at for at in gather.users if at not in set(backward)]
     last = max((at for at in forward if not backward or at < backward[0]), default=-1)
-    busy = any(
-        last < at < backward[0] for other in others if other is not gather for at in other.users
-    ) if backward and last >= 0 else False
+    busy = (
+        any(last < at < backward[0] for other in others if other is not gather for at in other.users)
+        if backward and last >= 0
+        else False
+    )
     if not (gather.bucket.reshard_after_forward and busy):
         return [_only(program, gather, gather.users, fresh=False)]
     late = [at for at in gather.users if at >= backward[0]]
@@ -235,16 +243,16 @@ def _split(program: _Program, gather: _Gather, others: Sequence[_Gather]) -> lis
 
 def _only(program: _Program, gather: _Gather, users: list[int], fresh: bool) -> _Gather:
     """What of a gather these users need, under new names if `fresh`."""
-    needed = {number for at in users for number in read(program.steps[at])}
+    needed = {number for at in users for number in operands_of(program.steps[at])}
     chain: list[int] = []
     for at in reversed(gather.views):
-        if needed.intersection(made(program.steps[at])):
+        if needed.intersection(results_of(program.steps[at])):
             chain.insert(0, at)
-            needed.update(read(program.steps[at]))
+            needed.update(operands_of(program.steps[at]))
     members = {value: index for value, index in gather.members.items() if value in needed}
     names: dict[int, int] = {}
     if fresh:
-        remade = [*members, *(number for at in chain for number in made(program.steps[at]))]
+        remade = [*members, *(number for at in chain for number in results_of(program.steps[at]))]
         names = {number: program.copy(number) for number in remade}
     return _Gather(gather.bucket, members, chain, users, names)
 
@@ -268,7 +276,9 @@ def _start(
         shard = low
     (step,) = plan(shard_layout, whole_layout)
     whole = program.new(bucket.shape, bucket.gather_dtype, whole_layout)
-    steps.append(Move(step, shard, whole, f"{bucket.label}, {len(bucket.names)} parameters", origin))
+    steps.append(
+        Move(step, shard, whole, Cause(f"{bucket.label}, {len(bucket.names)} parameters", "plan"), origin)
+    )
     there = tuple(gather.members.values())
     results = tuple(gather.names.get(value, value) for value in gather.members)
     take = lambda rank: views([in_whole(bucket, rank)[index] for index in there])  # noqa: E731
@@ -286,16 +296,16 @@ def _bucket_reductions(program: _Program, bucket: Bucket) -> None:
     firsts: dict[int, int] = {}  # which parameter -> the position of its reduce-scatter
     seconds: dict[int, int] = {}  # and of the reduction over replicas of what that leaves
     for at, step in enumerate(program.steps):
-        if not isinstance(step, Move) or step.cause not in causes:
+        if not isinstance(step, Move) or step.cause.by != "plan" or step.cause.text not in causes:
             continue
-        index = causes[step.cause]
+        index = causes[step.cause.text]
         if (step.step.kind, step.step.axes) == ("reduce_scatter", (bucket.axis,)):
             if step.step.src.partials.get(bucket.axis) == "sum" and step.source in makers:
                 firsts[index] = at
         elif step.step.kind == "all_reduce" and step.step.axes == bucket.replicas and index in firsts:
-            if step.source == made(program.steps[firsts[index]])[0]:
+            if step.source == results_of(program.steps[firsts[index]])[0]:
                 seconds[index] = at
-    dtypes = {program.values[read(program.steps[at])[0]].meta.dtype for at in firsts.values()}
+    dtypes = {program.values[operands_of(program.steps[at])[0]].meta.dtype for at in firsts.values()}
     if not firsts or len(dtypes) > 1:
         return
     (dtype,) = dtypes
@@ -305,19 +315,21 @@ def _bucket_reductions(program: _Program, bucket: Bucket) -> None:
     lasts = seconds if together else firsts
     sources: dict[int, int] = {}
     for index, at in firsts.items():
-        source = read(program.steps[at])[0]
+        source = operands_of(program.steps[at])[0]
         maker = program.steps[makers[source]]
         if _is_cast(maker) and users[source] == [at] and source not in outputs:
             dropped.append(makers[source])
-            source = read(maker)[0]
+            source = operands_of(maker)[0]
         sources[index] = source
     if any(source not in makers for source in sources.values()):
         return
     end = max(makers[source] for source in sources.values())
-    results = {index: made(program.steps[at])[0] for index, at in lasts.items()}
+    results = {index: results_of(program.steps[at])[0] for index, at in lasts.items()}
     if any(at <= end for number in results.values() for at in users.get(number, ())):
         return  # somebody reads a gradient before the last one is there
-    if together and any(users.get(made(program.steps[at])[0]) != [seconds[i]] for i, at in firsts.items()):
+    if together and any(
+        users.get(results_of(program.steps[at])[0]) != [seconds[i]] for i, at in firsts.items()
+    ):
         return
 
     there = tuple(sorted(sources, key=lambda index: makers[sources[index]]))
@@ -341,7 +353,7 @@ def _bucket_reductions(program: _Program, bucket: Bucket) -> None:
     shard_layout = bucket.flat(mesh, "shard")
     for step in plan(partial, shard_layout):
         reduced = program.new(bucket.shape, dtype, step.dst)
-        cause = f"gradients of {bucket.label}, {len(there)} of {len(bucket.names)}"
+        cause = Cause(f"gradients of {bucket.label}, {len(there)} of {len(bucket.names)}", "plan")
         after[end].append(Move(step, buffer, reduced, cause, origin))
         buffer = reduced
     take = lambda rank: views([in_shard(bucket, rank)[index] for index in there])  # noqa: E731

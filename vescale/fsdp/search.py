@@ -9,15 +9,21 @@ the shard. Each is tried with several orders, and small tensors fill the gaps of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from .packing import Kind, Run, gap, pack
+from .packing import Kind, Run, gap, pack, pack_in_order
 
 # With n widths there are 2^n sets of them. Above this many only the cumulative ones are tried.
 MAX_WIDTHS = 6
-# Half of this many packings are tried for ever larger shards until one works, the rest to improve on it.
-MAX_PACKINGS = 48
+# How many shard sizes are tried until one works, and how many more to improve on it.
+MAX_TRIES, MAX_IMPROVEMENTS = 24, 16
+
+
+Found = tuple[
+    int, list[tuple[Kind, Run]]
+]  # shard size, and runs of tensors with the kind they are of, in units
 
 
 def hardest_first(kinds: Sequence[Kind]) -> list[list[Kind]]:
@@ -57,9 +63,7 @@ def candidates(kinds: Sequence[Kind], bound: int, most: int) -> Iterator[tuple[i
         while (size := (first + step) * grain) < most:
             found[size] = grain
             step = 2 * step or 1
-    for size in sorted(found):
-        if all(gap(kind, size, size) is not None for kind in kinds):
-            yield size, found[size]
+    yield from sorted(found.items())
 
 
 def estimate(kinds: Sequence[Kind], bound: int) -> int:
@@ -74,41 +78,49 @@ def estimate(kinds: Sequence[Kind], bound: int) -> int:
     return size
 
 
-def search(kinds: Sequence[Kind], num_shards: int, bound: int) -> tuple[int, list[Kind], list[Run]]:
-    """(shard size, kinds in their order, where they are), all in units; `bound` is the least to try."""
-    orders = hardest_first(kinds)
+def search(declared: Sequence[Kind], num_shards: int, bound: int, limit: int) -> Found | None:
+    """The least shard size that a packing is found for, None when it would be `limit` or more.
 
-    def attempt(size: int) -> tuple[int, list[Kind], list[Run]] | None:
+    `declared` are the tensors in the order they are declared in, neighbours that are alike together; `bound` is
+    the least size to try. A limit above all tensors' size is never reached.
+    """
+    counts = Counter[tuple[int, int, int]]()
+    for kind in declared:
+        counts[kind[:3]] += kind.count
+    kinds = [Kind(*key, count) for key, count in counts.items()]
+    orders, total = hardest_first(kinds), sum(kind.size * kind.count for kind in kinds)
+
+    def attempt(size: int) -> Found | None:
         for order in orders:
             for patient in (True, False):
                 runs = pack(order, size, num_shards, patient=patient)
                 if runs is not None:
-                    return size, order, runs
-        return None
+                    return size, [(order[run.kind], run) for run in runs]
+        runs = pack_in_order(declared, size, num_shards)
+        return None if runs is None else (size, [(declared[run.kind], run) for run in runs])
 
-    total = sum(kind.size * kind.count for kind in kinds)
-    best, failed, tried = None, {}, 0
-    for size, grain in candidates(kinds, bound, total):
-        best = attempt(size)
-        tried += 1
-        if best is not None or tried > MAX_PACKINGS:
-            break
-        failed[grain] = size
+    most, best, below, tries = max(total, bound), None, {}, 0
+    for size, grain in candidates(kinds, bound, min(most, limit)):
+        if all(gap(kind, size, size) is not None for kind in kinds):
+            best = attempt(size)
+            tries += 1
+            if best is not None or tries == MAX_TRIES:
+                break
+        below[grain] = size
     if best is None:
-        best = attempt(max(total, bound))
-        assert best is not None, "one shard holds everything"
-    # Between the last candidate of a grain that failed and the best there are multiples that were not tried.
-    for grain, low in sorted(failed.items(), reverse=True):
-        high = (best[0] - 1) // grain
-        low //= grain
-        while low < high and tried < 2 * MAX_PACKINGS:
-            middle = (low + high + 1) // 2 if high - low < 3 else (low + high) // 2
+        best = attempt(most) if most <= limit else None
+    if best is None:
+        return None
+    # Between the last candidate of a grain below the best and the best there are multiples that were not tried.
+    tries = 0
+    for grain, size in sorted(below.items(), reverse=True):
+        low, high = size // grain, (best[0] - 1) // grain
+        while low < high and tries < MAX_IMPROVEMENTS:
+            middle = (low + high) // 2 if high - low > 2 else low + 1
             better = attempt(middle * grain)
-            tried += 1
+            tries += 1
             if better is not None:
                 best, high = better, middle - 1
             else:
                 low = middle
     return best
-
-

@@ -103,7 +103,9 @@ def _wraps(fsdp: FSDP, paths: Sequence[Path]) -> dict[Path, str]:
         found[path] = next(iter(matches), "")
     for regex in fsdp.wrap:
         if regex not in used:
-            near = ", ".join(near_misses(re.sub(r"\\d\+|\.\*|[\\^$()?+*\[\]]", "", regex), modules)) or "nothing"
+            near = (
+                ", ".join(near_misses(re.sub(r"\\d\+|\.\*|[\\^$()?+*\[\]]", "", regex), modules)) or "nothing"
+            )
             raise PlanError(
                 explain(
                     f"wrap {regex!r} matches no module above a parameter",

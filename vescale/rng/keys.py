@@ -28,6 +28,7 @@ from torch import Tensor
 from .._errors import ArgumentError, explain
 from .._tree import register
 from .philox import FOLD_IN, MASK, SPLIT, derive_keys
+from .reuse import consume
 
 
 @register
@@ -36,7 +37,8 @@ class Key:
     """A key: two 32-bit words in one int64 tensor of shape (2,), low word first.
 
     Opaque: make it with `key`, `split` and `fold_in`. A pytree node with one leaf, `.data`, so a
-    program takes it, returns it and stores it like any tensor (replicated over the mesh).
+    program takes it, returns it and stores it like any tensor (replicated over the mesh). As a
+    checkpoint it is that tensor, and `Key(tensor)` the way back; pickle and torch.save keep it whole.
     """
 
     data: Tensor
@@ -47,6 +49,10 @@ class Key:
             return f"Key(0x{high << 32 | low:016x})"
         except Exception:  # traced, mapped, or whatever else a tree_map put here
             return f"Key({self.data!r})"
+
+
+# torch.load(weights_only=True) makes no object of a class that nobody named.
+torch.serialization.add_safe_globals([Key])
 
 
 def key_data(key: Key, where: str) -> Tensor:
@@ -71,6 +77,13 @@ def key_data(key: Key, where: str) -> Tensor:
                 remedy="take keys from key, split and fold_in; map over a batch of keys with vmap",
             )
         )
+    return data
+
+
+def consumed(key: Key, call: str) -> Tensor:
+    """The tensor in a key that `call` draws from or splits: see `check_key_reuse`."""
+    data = key_data(key, f"{call}(key)")
+    consume(data, call)
     return data
 
 
@@ -137,7 +150,7 @@ def split(key: Key, num: int = 2) -> tuple[Key, ...]:
     >>> left
     Key(0x71eade72d6a62573)
     """
-    data = key_data(key, "vs.rng.split(key)")
+    data = consumed(key, "vs.rng.split")
     if not isinstance(num, int) or isinstance(num, bool) or num < 1:
         raise ArgumentError(
             explain(
@@ -171,3 +184,14 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
     else:
         number = torch.full((), _signed(number), dtype=torch.int64, device=parent.device)
     return Key(derive_keys(parent, number, FOLD_IN))
+
+
+def clone(key: Key) -> Key:
+    """key -> the same key, for the same numbers again: what `check_key_reuse` takes as intended.
+
+    Raises ArgumentError if key is not a Key.
+
+    >>> clone(key(7))
+    Key(0x0000000000000007)
+    """
+    return Key(key_data(key, "vs.rng.clone(key)").clone())

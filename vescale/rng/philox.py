@@ -1,4 +1,4 @@
-"""Philox4x32-10, the counter-based engine under every keyed draw, and the three ops made of it.
+"""Philox4x32-10, the counter-based engine under every keyed draw, in torch ops and on Python ints.
 
 The engine maps a 128-bit counter (four 32-bit words) and a 64-bit key (two words) to four random
 words. One round is
@@ -9,8 +9,8 @@ and after it k0 += W0, k1 += W1 (mod 2^32); there are ten. Source: Salmon, Morae
 "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); tests check the known-answer vectors that
 Random123 publishes.
 
-The counter of a draw is (block low, block high, 0, DRAW); DRAW, SPLIT and FOLD_IN in the last word
-keep numbers and derived keys apart. Block b holds the elements 4b .. 4b+3 of 32 bits, or 2b, 2b+1
+The counter of a draw is (block low, block high, 0, DRAW); DRAW, SPLIT, FOLD_IN and MORE in the
+last word keep numbers and derived keys apart. Block b holds the elements 4b .. 4b+3 of 32 bits, or 2b, 2b+1
 of 64:
 
     element i, width 32:  word i%4 of block i//4
@@ -18,21 +18,17 @@ of 64:
 
 so an element depends on the key and its own row-major index only, whatever is drawn around it.
 
-Words are kept in int64, torch's only integer type that is wide enough and has every operator. The
+Words are kept in int64, torch's only integer type that is wide enough and has every operator. These
 ops are `torch.library` ops, one node each in a traced program:
 
-    vescale::random_bits(Tensor key, SymInt[] shape, int width) -> Tensor
     vescale::random_bits_at(Tensor key, Tensor index, int width) -> Tensor
     vescale::derive_keys(Tensor key, Tensor data, int domain) -> Tensor
 
 >>> [hex(word) for word in philox4x32_ints((0, 0, 0, 0), (0, 0))]
 ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
->>> [hex(word) for word in random_bits(torch.tensor([0, 0]), [4], 32).tolist()]
+>>> [hex(word) for word in random_bits_at(torch.tensor([0, 0]), torch.arange(4), 32).tolist()]
 ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
 """
-
-import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +39,7 @@ W0, W1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 
 # The last counter word says what the block is for.
-DRAW, SPLIT, FOLD_IN = 0, 1, 2
+DRAW, SPLIT, FOLD_IN, MORE = 0, 1, 2, 3
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -117,24 +113,27 @@ def _fill(out: Tensor, key: Tensor, block: Tensor, width: int) -> None:
             torch.bitwise_or(low & MASK, high << 32, out=out[:, lane])
 
 
-def _random_bits(key: Tensor, shape: Sequence[int], width: int) -> Tensor:
-    per, numel = _per_block(width), math.prod(shape)
-    blocks = -(-numel // per)
-    out = torch.empty((blocks, per), dtype=torch.int64, device=key.device)
+def element_bits(key: Tensor, index: Tensor | tuple[int, int], width: int) -> Tensor:
+    """The bits, int64, of the elements of a flat `index`: a tensor, or the interval (start, stop)."""
+    per = _per_block(width)
+    if isinstance(index, Tensor):
+        out = torch.empty_like(index)
+        step = _chunk(key.device)
+        for start in range(0, index.numel(), step):
+            _fill_at(out[start : start + step], key, index[start : start + step], width, per)
+        return out
+    start, stop = index
+    first, last = start // per, -(-stop // per)
+    blocks = torch.empty((last - first, per), dtype=torch.int64, device=key.device)
     step = _chunk(key.device)
-    for start in range(0, blocks, step):
-        block = torch.arange(start, min(start + step, blocks), device=key.device)
-        _fill(out[start : start + step], key, block, width)
-    return out.view(-1)[:numel].view(tuple(shape))
+    for begin in range(first, last, step):
+        numbers = torch.arange(begin, min(begin + step, last), device=key.device)
+        _fill(blocks[begin - first : begin - first + step], key, numbers, width)
+    return blocks.view(-1)[start - first * per : stop - first * per]
 
 
 def _random_bits_at(key: Tensor, index: Tensor, width: int) -> Tensor:
-    per, flat = _per_block(width), index.reshape(-1)
-    out = torch.empty_like(flat)
-    step = _chunk(key.device)
-    for start in range(0, flat.numel(), step):
-        _fill_at(out[start : start + step], key, flat[start : start + step], width, per)
-    return out.view(index.shape)
+    return element_bits(key, index.reshape(-1), width).view(index.shape)
 
 
 def _fill_at(out: Tensor, key: Tensor, index: Tensor, width: int, per: int) -> None:
@@ -156,32 +155,26 @@ def _derive_keys(key: Tensor, data: Tensor, domain: int) -> Tensor:
 
 
 # Library.define and .impl rather than custom_op: 4.5 us a call against 12.5.
-_library = torch.library.Library("vescale", "FRAGMENT")
+library = torch.library.Library("vescale", "FRAGMENT")
 for _schema, _implementation in (
-    ("random_bits(Tensor key, SymInt[] shape, int width) -> Tensor", _random_bits),
     ("random_bits_at(Tensor key, Tensor index, int width) -> Tensor", _random_bits_at),
     ("derive_keys(Tensor key, Tensor data, int domain) -> Tensor", _derive_keys),
 ):
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_schema.partition("(")[0], _implementation, "CompositeExplicitAutograd")
+    library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(_schema.partition("(")[0], _implementation, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("vescale::random_bits", lib=_library)
-def _(key: Tensor, shape: Sequence[int], width: int) -> Tensor:
-    return key.new_empty(shape)
-
-
-@torch.library.register_fake("vescale::random_bits_at", lib=_library)
+@torch.library.register_fake("vescale::random_bits_at", lib=library)
 def _(key: Tensor, index: Tensor, width: int) -> Tensor:
     return index.new_empty(index.shape)
 
 
-@torch.library.register_fake("vescale::derive_keys", lib=_library)
+@torch.library.register_fake("vescale::derive_keys", lib=library)
 def _(key: Tensor, data: Tensor, domain: int) -> Tensor:
     return data.new_empty((*data.shape, 2))
 
 
-def _each_key(op, key: Tensor, key_dim: int | None, arg, arg_dim: int | None, last: int):
+def each_key(op, key: Tensor, key_dim: int | None, arg, arg_dim: int | None, last: int | str):
     """vmap: one call for all values of `arg`, one call a key where the keys are mapped."""
     if key_dim is None:
         return op(key, arg.movedim(arg_dim, 0), last), 0
@@ -190,44 +183,26 @@ def _each_key(op, key: Tensor, key_dim: int | None, arg, arg_dim: int | None, la
     return torch.stack([op(one, its, last) for one, its in zip(keys, args)]), 0
 
 
-def _map_random_bits(info, in_dims, key: Tensor, shape: Sequence[int], width: int):
-    return _each_key(random_bits, key, in_dims[0], shape, None, width)
-
-
 def _map_random_bits_at(info, in_dims, key: Tensor, index: Tensor, width: int):
-    return _each_key(random_bits_at, key, in_dims[0], index, in_dims[1], width)
+    return each_key(random_bits_at, key, in_dims[0], index, in_dims[1], width)
 
 
 def _map_derive_keys(info, in_dims, key: Tensor, data: Tensor, domain: int):
-    return _each_key(derive_keys, key, in_dims[0], data, in_dims[1], domain)
+    return each_key(derive_keys, key, in_dims[0], data, in_dims[1], domain)
 
 
-torch.library.register_vmap("vescale::random_bits", _map_random_bits, lib=_library)
-torch.library.register_vmap("vescale::random_bits_at", _map_random_bits_at, lib=_library)
-torch.library.register_vmap("vescale::derive_keys", _map_derive_keys, lib=_library)
-
-
-def random_bits(key: Tensor, shape: Sequence[int], width: int) -> Tensor:
-    """int64 (2,) -> int64 `shape`: unsigned 32-bit values, or 64-bit patterns (two's complement).
-
-    One engine block serves four elements (two of 64 bits). `shape` is the global shape.
-
-    >>> key = torch.tensor([7, 0])
-    >>> torch.equal(random_bits(key, [2, 3], 64).view(-1), random_bits(key, [6], 64))
-    True
-    """
-    return torch.ops.vescale.random_bits.default(key, shape, width)
+torch.library.register_vmap("vescale::random_bits_at", _map_random_bits_at, lib=library)
+torch.library.register_vmap("vescale::derive_keys", _map_derive_keys, lib=library)
 
 
 def random_bits_at(key: Tensor, index: Tensor, width: int) -> Tensor:
     """int64 (2,), int64 row-major global indices of any shape -> int64 of that shape.
 
-        random_bits(key, shape, width) == random_bits_at(key, arange(numel).view(shape), width)
-
-    bit for bit, so a rank that holds part of a draw computes that part alone.
+    Unsigned 32-bit values, or 64-bit patterns (two's complement): the definition of `bits`, one
+    element at a time.
 
     >>> key = torch.tensor([7, 0])
-    >>> whole = random_bits(key, [100], 32)
+    >>> whole = random_bits_at(key, torch.arange(100), 32)
     >>> index = torch.tensor([[99, 3], [3, 50]])
     >>> torch.equal(random_bits_at(key, index, 32), whole[index])
     True

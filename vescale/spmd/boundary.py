@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 
-from .dtensor import DTensor
+from .dtensor import DTensor, remember, wrap
 from .layout import Layout
 from .locals import local_slice
 from .mesh import Mesh
@@ -34,12 +35,17 @@ def enter(
     that is not in the layout that the program was made for.
     """
     inputs: list[list[torch.Tensor]] = [[] for _ in mesh.local_ranks]
+    only = inputs[0] if len(inputs) == 1 else None
     for index, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
         if layout is None:
             continue
         if isinstance(leaf, DTensor):
             if leaf.layout is not layout or leaf.mesh is not mesh:
                 raise mismatch(index, leaf, layout)
+            if only is not None:
+                local = leaf._locals[0]
+                only.append(local if local.is_contiguous() else local.contiguous())
+                continue
             for values, local in zip(inputs, leaf._locals, strict=True):
                 values.append(local if local.is_contiguous() else local.contiguous())
         else:
@@ -51,6 +57,38 @@ def enter(
     return inputs
 
 
+class Apart:
+    """Gives the inputs at some places memory of their own where they share it with another input.
+
+    A program that overwrites an input would otherwise change the other: a tensor passed twice, a view of one.
+    What was found apart is not looked at again while it stays where it is, as what is updated in place does.
+    """
+
+    def __init__(self, places: frozenset[int]) -> None:
+        self.places = places
+        self._apart: list[list[int]] = []  # where the inputs of each rank began when they were last looked at
+
+    def __call__(self, inputs: Sequence[list[torch.Tensor]]) -> None:
+        starts = [[value.data_ptr() for value in values] for values in inputs]
+        if starts == self._apart:
+            return
+        shared = [self._separate(values, at) for values, at in zip(inputs, starts, strict=True)]
+        self._apart = [] if any(shared) else starts
+
+    def _separate(self, values: list[torch.Tensor], starts: list[int]) -> bool:
+        """Whether any had to be copied."""
+        end, holder, shared = -1, -1, set[int]()
+        for place in sorted(range(len(values)), key=starts.__getitem__):
+            size = values[place].nbytes
+            if size and starts[place] < end:
+                shared |= self.places.intersection((place, holder))
+            if size and starts[place] + size > end:
+                end, holder = starts[place] + size, place
+        for place in shared:
+            values[place] = values[place].clone()
+        return bool(shared)
+
+
 def own(results: Sequence[list[Any]], shared: Sequence[int]) -> Sequence[list[Any]]:
     """Results with memory of their own: what a caller may write to is nobody else's."""
     for values in results:
@@ -59,11 +97,21 @@ def own(results: Sequence[list[Any]], shared: Sequence[int]) -> Sequence[list[An
     return results
 
 
-def leave(mesh: Mesh, results: Sequence[Sequence[Any]], layouts: Sequence[Layout | Static]) -> list[Any]:
-    """The outputs of the hosted ranks as DTensors, and static results as they are."""
-    return [
-        DTensor([values[index] for values in results], mesh, layout)
-        if isinstance(layout, Layout)
-        else layout.value
-        for index, layout in enumerate(layouts)
-    ]
+def leave(
+    mesh: Mesh,
+    results: Sequence[Sequence[Any]],
+    layouts: Sequence[Layout | Static],
+    kinds: Sequence[Any] | None = None,
+) -> list[Any]:
+    """The outputs of the hosted ranks as DTensors, and static results as they are.
+
+    `kinds` are those of `kind_of`, where they are known.
+    """
+    remember(mesh)
+    outputs: list[Any] = []
+    for layout, kind, *pieces in zip(layouts, kinds or repeat(None, len(layouts)), *results, strict=True):
+        if isinstance(layout, Layout):
+            outputs.append(wrap(pieces, mesh, layout, pieces[0].dtype, kind))
+        else:
+            outputs.append(layout.value)
+    return outputs

@@ -8,6 +8,7 @@ closure cell, a global), so that a replaced one is the one that is used.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -25,15 +26,30 @@ class Guard:
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self._watched: dict[nn.Module, tuple[str, ...]] = {}
+        self._seen: list[Any] = []  # the objects of which the state below was made
+        self._state: tuple[Any, ...] = ()
         self.watch(modules)
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Watch these modules too."""
         for module in modules:
             self._watched[module] = tuple(name for name in vars(module) if name not in _INTERNAL)
+        self._seen = []
 
     def state(self) -> tuple[Any, ...]:
         """All that may change what the modules compute, but for their tensors."""
+        seen: list[Any] = []
+        for module, names in self._watched.items():
+            attributes = vars(module)
+            seen.append(len(attributes))
+            seen += module._modules.values()
+            seen += map(attributes.get, names)
+        # What is made of the very same objects is the same: most calls end here.
+        if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
+            self._seen, self._state = seen, self._read()
+        return self._state
+
+    def _read(self) -> tuple[Any, ...]:
         return tuple(
             (
                 len(vars(module)),

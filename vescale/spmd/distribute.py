@@ -24,6 +24,7 @@ def distribute(tree: Any, plan: Plan) -> Any:
     >>> tree["w"].to_local(0)
     tensor([1., 1.])
     """
+    mesh = plan.hosted("vs.distribute")
     leaves, spec = _tree.flatten(tree)
     resolved = plan.resolve(tree)
     placed: dict[str, DTensor] = {}
@@ -31,7 +32,7 @@ def distribute(tree: Any, plan: Plan) -> Any:
         if isinstance(leaf, DTensor):
             placed[entry.path] = leaf.redistribute(entry.rest.spec)
         else:
-            placed[entry.path] = distribute_tensor(leaf, plan.mesh, entry.rest.spec)
+            placed[entry.path] = distribute_tensor(leaf, mesh, entry.rest.spec)
     if plan.fsdp:
         placed |= plan.fsdp.store(resolved.buckets, placed)
     return _tree.unflatten(spec, placed.values())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -69,7 +69,9 @@ class DTensor(Tensor):
     _locals: list[Tensor]  # one for each of mesh.local_ranks, never on a tape of their own
     _copied: tuple[ReferenceType[DTensor], int] | None  # of a view that is a copy: the base, its version
 
-    __slots__ = ("_copied", "_locals", "layout", "mesh")
+    _kind: Any  # what a program depends on, made when it is asked for: see `kind_of`
+
+    __slots__ = ("_copied", "_kind", "_locals", "layout", "mesh")
     __torch_function__ = _compat.disabled_torch_function  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
@@ -92,7 +94,7 @@ class DTensor(Tensor):
         self = _compat.make_wrapper(cls, layout.shape, dtype, mesh.device, requires_grad)
         self.mesh, self.layout = mesh, layout
         _seen.add(mesh)
-        self._locals, self._copied = list(locals), None
+        self._locals, self._copied, self._kind = list(locals), None, None
         return self
 
     @classmethod
@@ -210,9 +212,9 @@ class DTensor(Tensor):
         theirs.requires_grad_(self.requires_grad)
         return theirs
 
-    def donate(self, where: str) -> None:
-        """Give up the pieces: using this tensor from now on is an error that says `where` they went."""
-        self._locals = _Gone(where)
+    def donate(self, path: str, call: str) -> None:
+        """Give up the pieces as the argument `path` of `call`: using this tensor from now on is an error."""
+        self._locals = _Gone((path, call))
 
     def norm(
         self,
@@ -364,23 +366,63 @@ class DTensor(Tensor):
 
 
 class _Gone(list):
-    """The pieces of a tensor that was donated: any use of them is an error."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
+    """In the place of the pieces of a donated tensor: (argument path, call). Any use of them is an error."""
 
     def _refuse(self, *_: Any) -> Any:
+        path, call = list.__iter__(self)
         raise ArgumentError(
             explain(
                 "a tensor whose memory was given away",
-                where=self.where,
+                where=f"argument {path!r} of {call}",
                 rule="a donated argument is used up by the call",
                 remedy="use what the call returned, or leave the argument out of donate=",
             )
         )
 
     __iter__ = __getitem__ = __len__ = _refuse  # type: ignore[assignment]
+
+
+# Of programs: what they return, and what they depend on.
+
+
+def wrap(locals: list[Tensor], mesh: Mesh, layout: Layout, dtype: torch.dtype, kind: Any) -> DTensor:
+    """A DTensor of pieces that are known to fit: `DTensor(...)` at half the cost. Its mesh is a known one."""
+    self = _compat.make_wrapper(DTensor, layout.shape, dtype, mesh.device, False)
+    self.mesh, self.layout, self._locals, self._copied, self._kind = mesh, layout, locals, None, kind
+    return self
+
+
+class Kind:
+    """A layout and a dtype, one object for each pair: compared by identity, which costs nothing."""
+
+    __slots__ = ("__weakref__", "dtype", "layout")
+
+    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
+        self.layout, self.dtype = layout, dtype
+
+    def __repr__(self) -> str:
+        return f"({self.layout!r}, {self.dtype})"
+
+
+def kind_of(layout: Layout, dtype: torch.dtype) -> Any:
+    """What a program depends on in a DTensor.
+
+    A 0-d value is whole either way: a step count that went in plain comes back as a DTensor.
+    """
+    if not layout.shape:
+        return dtype
+    kind = _kinds.get((layout, dtype))
+    if kind is None:
+        kind = _kinds.setdefault((layout, dtype), Kind(layout, dtype))
+    return kind
+
+
+_kinds: WeakValueDictionary[tuple[Layout, torch.dtype], Kind] = WeakValueDictionary()
+
+
+def remember(mesh: Mesh) -> None:
+    """Count a mesh among those on which this process has made DTensors."""
+    _seen.add(mesh)
 
 
 # Ops that do to every piece, contributions included, what they do to the whole.

@@ -41,9 +41,14 @@ class Dynamic(Parallelized):
     """
 
     def __init__(
-        self, fn: Callable[..., Any], plan: Plan, donate: tuple[str, ...] = (), tape: bool = False
+        self,
+        fn: Callable[..., Any],
+        plan: Plan,
+        donate: tuple[str, ...] = (),
+        strict: bool = False,
+        tape: bool = False,
     ) -> None:
-        super().__init__(fn, plan, donate)
+        super().__init__(fn, plan, donate, strict)
         self._tape = tape
         self._placed: dict[tuple[Any, ...], _Placed] = {}
 
@@ -51,7 +56,7 @@ class Dynamic(Parallelized):
         self._calls += 1
         signature = self._arguments.bind(args, kwargs)
         placed = self._placed.get(signature.key) or self._place(signature)
-        mesh, tensors = self._plan.mesh, signature.tensors()
+        mesh, tensors = self._mesh, signature.tensors()
         leaves = [self._enter_one(signature.leaves[index], placed.layouts[index]) for index in tensors]
         versions = [_version(leaf) for leaf in leaves]
         tracing = Tracing(activations=self._plan.activation_rules(), mesh=mesh)
@@ -77,19 +82,19 @@ class Dynamic(Parallelized):
         for index in tensors:
             leaf, path = signature.leaves[index], placed.paths[index]
             if isinstance(leaf, DTensor) and path.partition(".")[0] in self._donate:
-                leaf.donate(f"argument {path!r} of call {self._calls} of {self._name}")
+                leaf.donate(path, f"call {self._calls} of {self._name}")
         return _tree.unflatten(spec, outputs)
 
     def _place(self, signature: Signature) -> _Placed:
         paths = signature.paths()
-        layouts, marks = self._layouts(signature, paths)
-        if not self._plan.mesh.is_simulated:
+        layouts, marks, _ = self._layouts(signature, paths)
+        if not self._mesh.is_simulated:
             plain = {
                 path: digest(leaf)
                 for path, leaf in zip(paths, signature.leaves, strict=True)
                 if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
             }
-            same_on_all(self._plan.mesh, f"{self._name}, op by op", plain)
+            same_on_all(self._mesh, f"{self._name}, op by op", plain)
         if len(self._placed) > 256:
             self._placed.clear()
         placed = self._placed[signature.key] = _Placed(paths, layouts, marks)
@@ -100,13 +105,13 @@ class Dynamic(Parallelized):
         if not self._tape:
             leaf = leaf.detach()
         if not isinstance(leaf, DTensor):
-            return place(leaf, self._plan.mesh, layout)
+            return place(leaf, self._mesh, layout)
         return leaf if leaf.layout is layout else leaf.redistribute(layout.spec)  # 0-d ones have one key
 
     def _leave_all(
         self, results: list[Any], spec: _tree.TreeSpec, signature: Signature, layouts: list[Layout | None]
     ) -> list[Any]:
-        mesh = self._plan.mesh
+        mesh = self._mesh
         paths = _tree.paths(_tree.unflatten(spec, range(len(results))))
         shapes = [tuple(result.shape) if isinstance(result, Tensor) else None for result in results]
         wishes = self._wishes(spec, paths, shapes, signature, layouts)

@@ -21,13 +21,13 @@ def functional(module: Any) -> tuple[Callable[..., Any], Tensors, Tensors]:
 
     Parameters and buffers are flat dicts by qualified name; tied ones are there once, under their first name,
     and one array serves every use. They share the module's memory and are cut off its autograd graph. `fn`
-    runs `module.forward` on the tensors that it is given: it writes to none of them, nor to the module. Buffers
-    come back as new tensors, with what the call did to them in place or replaced (batch norm's statistics).
-    `params` may hold some of the names only; the module's own tensors stand in for the rest.
+    runs `module.forward` on the tensors that it is given: it writes to none of them, nor to the module.
+    Buffers come back as new tensors, with what the call did to them in place or replaced (batch norm's
+    statistics). `params` may hold some of the names only; the module's own tensors stand in for the rest.
 
     Of a module from `vs.parallelize` or `vs.init` the tensors are its DTensors. Training flags and attributes
-    such as a dropout rate are read from the module at each call. Raises ArgumentError for what is no module, and
-    for a name that the module doesn't have.
+    such as a dropout rate are read from the module at each call. Raises ArgumentError for what is no module,
+    and for a name that the module doesn't have.
 
     >>> import torch, vescale as vs
     >>> fn, params, buffers = vs.functional(torch.nn.BatchNorm1d(2))

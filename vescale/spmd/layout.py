@@ -42,6 +42,8 @@ Interval = tuple[int, int]
 class AbstractMesh:
     """Axis names and sizes, without ranks: all that a decision may depend on.
 
+    A plan on one can be lowered and looked at, however many ranks there would be; it can't run.
+
     >>> AbstractMesh(("dp", "tp"), (2, 4)).coordinate(5)
     {'dp': 1, 'tp': 1}
     """
@@ -52,6 +54,11 @@ class AbstractMesh:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def abstract(self) -> AbstractMesh:
+        """Itself: what decides may be given a Mesh or an AbstractMesh."""
+        return self
 
     def axis_size(self, axis: str) -> int:
         return self.shape[self.axis_names.index(axis)]

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .. import _tree
-from .._errors import ArgumentError, explain, near_misses
+from .._compat import inside_functorch
+from .._errors import ArgumentError, TraceError, explain, near_misses
 from .boundary import leave, own
 from .distribute import distribute
 from .dtensor import DTensor, distribute_tensor, place
@@ -32,7 +32,7 @@ from .program.cache import CacheInfo
 from .program.partition import without_partials
 from .program.program import Program, compile_partitioned
 from .program.split import cotangent, split
-from .program.trace import current_trace
+from .program.trace import current_trace, is_recording
 from .signature import Arguments, Signature
 from .transforms import at_rest, in_use, marks_of
 
@@ -43,8 +43,8 @@ class ParallelModule:
     """A module on a mesh, called like the module: see `parallelize`.
 
     `params` and `buffers` are flat dicts of DTensors by qualified name, tied ones once: parameters at rest as
-    the plan says, buffers replicated unless `inputs` has a rule for the path `buffers.<name>`. `module` is the
-    module that was given; its training flags and attributes count, its tensors don't.
+    the plan says, buffers replicated unless `inputs` has a rule for the path `buffers.<name>`. `module` is
+    the module that was given; its training flags and attributes count, its tensors don't.
 
         model = vs.parallelize(module, plan)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -52,28 +52,22 @@ class ParallelModule:
         loss.backward()             # fills p.grad, in the layout of p at rest
         optimizer.step()
 
-    A call updates `buffers`. It records one autograd node when gradients are on and a parameter, or a floating
-    tensor among the arguments, requires one; the node can be differentiated once. Frozen parameters get neither
-    a gradient nor a reduction. Results are DTensors. Inside a traced function use `vs.functional(model)`.
+    A call updates `buffers`. It records one autograd node when gradients are on and a parameter, or a
+    floating tensor among the arguments, requires one; the node can be differentiated once. Frozen parameters
+    get neither a gradient nor a reduction. Results are DTensors. Inside a traced function use
+    `vs.functional(model)`.
     """
 
     def __init__(
         self,
         module: nn.Module,
         plan: Plan,
-        params: Mapping[str, Tensor] | None = None,
-        buffers: Mapping[str, Tensor] | None = None,
+        placed: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None = None,
         static: bool = True,
+        strict: bool = False,
     ) -> None:
         self.module, self.plan = module, plan
-        mesh = plan.mesh
-        if params is None:
-            params = distribute({name: p.detach() for name, p in module.named_parameters()}, plan)
-        if buffers is None:
-            buffers = {
-                name: distribute_tensor(buffer.detach(), mesh, buffer_layout(plan, name, buffer).spec)
-                for name, buffer in module.named_buffers()
-            }
+        params, buffers = placed or _placed(module, plan)
         trains = {name: p.requires_grad for name, p in module.named_parameters()}
         self.params = {name: nn.Parameter(p, trains[name]) for name, p in params.items()}
         self.buffers: dict[str, Tensor] = dict(buffers)
@@ -83,18 +77,28 @@ class ParallelModule:
         self._inner.outputs = {f"0.{path}".rstrip("."): spec for path, spec in plan.outputs.items()}
         self._static = static
         self._forward = (
-            Parallelized(self._call, self._inner, ())
+            Parallelized(self._call, self._inner, (), strict)
             if static
             else Dynamic(self._call, self._inner, tape=True)
         )
-        self._differentiated = _Differentiated(self._call, self._inner)
+        self._differentiated = _Differentiated(self._call, self._inner, strict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recorded = self._static and torch.is_grad_enabled() and self._requires_grad((args, kwargs))
-        run = self._differentiated if recorded else self._forward
-        out, buffers = run(self.params, self.buffers, *args, **kwargs)
+        if is_recording() or (self._static and inside_functorch()):
+            raise TraceError(
+                explain(
+                    f"a call of {self!r} inside a traced function or a transform",
+                    rule="in there a module's parameters are arguments",
+                    remedy="fn, params, buffers = vs.functional(model), and pass params and buffers",
+                )
+            )
+        out, buffers = self._program_for(args, kwargs)(self.params, self.buffers, *args, **kwargs)
         self.buffers = buffers if self._static else {name: b.detach() for name, b in buffers.items()}
         return out
+
+    def _program_for(self, args: Any, kwargs: Any) -> Parallelized:
+        recorded = self._static and torch.is_grad_enabled() and self._requires_grad((args, kwargs))
+        return self._differentiated if recorded else self._forward
 
     def _requires_grad(self, given: Any) -> bool:
         if any(parameter.requires_grad for parameter in self.params.values()):
@@ -102,8 +106,11 @@ class ParallelModule:
         return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _tree.leaves(given))
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The program of forward for arguments like these, without running it or communicating."""
-        return self._forward.lower(self.params, self.buffers, *args, **kwargs)
+        """The program for arguments like these, without running it or communicating.
+
+        It is that of forward and backward where a gradient would be recorded.
+        """
+        return self._program_for(args, kwargs).lower(self.params, self.buffers, *args, **kwargs)
 
     def cache_info(self) -> tuple[CacheInfo, CacheInfo]:
         """Hits and misses of the programs of forward alone, and of those with a gradient."""
@@ -143,7 +150,7 @@ class ParallelModule:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The DTensors under the names of the module's own state dict: tied ones under each of their names."""
+        """The DTensors by the names of the module's own state dict: tied ones under each of their names."""
         ours = {**self.params, **self.buffers}
         return {name: ours[first].detach() for name, first in self._names().items()}
 
@@ -198,6 +205,17 @@ def buffer_layout(plan: Plan, name: str, buffer: Tensor) -> Layout:
     return replicated(mesh, shape) if spec is None else Layout(mesh, spec, shape)
 
 
+def _placed(module: nn.Module, plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A module's parameters and buffers on the mesh."""
+    params = distribute({name: p.detach() for name, p in module.named_parameters()}, plan)
+    return params, {
+        name: distribute_tensor(
+            buffer.detach(), plan.hosted("parallelize"), buffer_layout(plan, name, buffer).spec
+        )
+        for name, buffer in module.named_buffers()
+    }
+
+
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
@@ -243,14 +261,14 @@ class _Pullback(Arguments):
         tracing = current_trace()
         assert tracing is not None
         places = _differentiated(signature)
-        chosen = [tensors[place] for place in places]
+        chosen = [tensors[at] for at in places]
         marks = marks_of(chosen)
         structure: list[Any] = []
 
         def forward(*values: Tensor) -> Any:
             filled = list(tensors)
-            for place, value in zip(places, values, strict=True):
-                filled[place] = value
+            for at, value in zip(places, values, strict=True):
+                filled[at] = value
             out, buffers = super(_Pullback, self).call(signature, filled)
             leaves, spec = _tree.flatten(out)
             floats = [leaf for leaf in leaves if _is_differentiable(leaf)]
@@ -279,7 +297,7 @@ class _Pullback(Arguments):
 def _differentiated(signature: Signature) -> tuple[int, ...]:
     """The places, among the tensors of a call, of those that require a gradient."""
     leaves = signature.leaves
-    return tuple(place for place, index in enumerate(signature.tensors()) if leaves[index].requires_grad)
+    return tuple(at for at, index in enumerate(signature.tensors()) if leaves[index].requires_grad)
 
 
 def _is_differentiable(value: Any) -> bool:
@@ -292,30 +310,39 @@ class _Halves:
 
     forward: Program
     backward: Program
-    results: int  # so many outputs of forward are results
+    results: int  # so many outputs of forward are results, and then so many residuals
+    residuals: int
+    read: tuple[int, ...]  # the leaves that backward reads too
     cotangents: tuple[tuple[int, Layout, torch.dtype], ...]  # index of the result, how backward takes it
 
 
 class _Differentiated(Parallelized):
     """A function `-> (out, buffers)` whose `out` is on the tape of autograd."""
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan) -> None:
-        super().__init__(fn, plan, ())
+    def __init__(self, fn: Callable[..., Any], plan: Plan, strict: bool) -> None:
+        super().__init__(fn, plan, (), strict)
         self._arguments = _Pullback(fn)
 
     def _program(self, decision: Decision) -> _Halves:
         results = len(decision.graph.outputs) - decision.out_spec.child(2).num_leaves
-        parts, mesh = split(decision.partitioned, results), self._plan.mesh
+        parts, mesh = split(decision.partitioned, results), self._mesh
         values = decision.partitioned.values
+        entered = [index for index, layout in enumerate(decision.layouts) if layout is not None]
         return _Halves(
             compile_partitioned(parts.forward, mesh),
             compile_partitioned(parts.backward, mesh),
             results,
+            len(parts.forward.outputs) - results,
+            tuple(
+                index
+                for index, number in zip(entered, decision.partitioned.inputs)
+                if number in parts.backward.inputs
+            ),
             tuple((index, values[n].layout, values[n].meta.dtype) for index, n in parts.cotangents),
         )
 
     def _run(self, entry: Entry, leaves: list[Any], hidden: list[Tensor]) -> Any:
-        mesh, decision, halves = self._plan.mesh, entry.decision, entry.program
+        mesh, decision, halves = self._mesh, entry.decision, entry.program
         found = halves.forward(self._enter(decision, leaves, hidden))
         results = [values[: halves.results] for values in found]
         residuals = [values[halves.results :] for values in found]
@@ -323,14 +350,13 @@ class _Differentiated(Parallelized):
         outputs = leave(mesh, results, decision.out_layouts[: halves.results])
         chosen = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         places = [
-            place
-            for place in range(decision.out_spec.child(0).num_leaves)
-            if _is_differentiable(outputs[place])
+            at for at in range(decision.out_spec.child(0).num_leaves) if _is_differentiable(outputs[at])
         ]
         back = _Backward(mesh, halves, decision.out_layouts[halves.results :], chosen)
-        on_tape = _Tape.apply(back, residuals, [outputs[place] for place in places], *chosen)
-        for place, output in zip(places, on_tape, strict=True):  # pyright: ignore[reportArgumentType]
-            outputs[place] = output
+        kept = [*(value for values in residuals for value in values), *(leaves[at] for at in halves.read)]
+        on_tape = _Tape.apply(back, kept, [outputs[at] for at in places], *chosen)
+        for at, output in zip(places, on_tape, strict=True):  # pyright: ignore[reportArgumentType]
+            outputs[at] = output
         missing = [None] * decision.out_spec.child(2).num_leaves
         return _tree.unflatten(decision.out_spec, [*outputs, *missing])[:2]
 
@@ -345,7 +371,7 @@ class _Backward:
     def __call__(self, residuals: Sequence[Tensor], cotangents: Sequence[Any]) -> list[Tensor]:
         """Gradients of the tensors that require one; residuals are those of each rank, one after another."""
         ranks = len(self.mesh.local_ranks)
-        count = len(residuals) // ranks
+        count = self.halves.residuals
         inputs = [list(residuals[start * count : (start + 1) * count]) for start in range(ranks)]
         for index, layout, dtype in self.halves.cotangents:
             for values, piece in zip(inputs, self._pieces(cotangents[index], layout, dtype), strict=True):
@@ -370,16 +396,23 @@ class _Tape(torch.autograd.Function):
     """Puts results that a program computed on the tape."""
 
     @staticmethod
-    def forward(ctx: Any, back: _Backward, residuals: Any, results: Any, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, back: _Backward, kept: Any, results: Any, *tensors: Tensor) -> Any:
         ctx.back, ctx.count = back, len(tensors)
         ctx.set_materialize_grads(False)
-        # Saved so, they are freed with the tape, and a write to one before backward is an error.
-        ctx.save_for_backward(*(value for values in residuals for value in values))
+        # Saved so, they are freed with the tape, and a write to an argument before backward is an error.
+        ctx.save_for_backward(*kept)
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            raise ArgumentError(
+                explain(
+                    "create_graph=True through a module on a mesh",
+                    rule="its result is differentiated once",
+                    remedy="take gradients of gradients of vs.functional(model), inside vs.parallelize",
+                )
+            )
         if all(cotangent is None for cotangent in cotangents):
             return (None, None, None, *[None] * ctx.count)
         return (None, None, None, *ctx.back(ctx.saved_tensors, cotangents))

@@ -7,8 +7,8 @@ kept. Every other call flattens its arguments, looks the program up and runs it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -17,27 +17,28 @@ from torch import nn
 from .. import _tree
 from .._errors import ArgumentError, PlanError, explain
 from . import rules as _rules  # noqa: F401  (registers them)
+from .abstract import refuse_abstract, standing_for
 from .agree import digest, give_up
-from .boundary import Static, enter, leave, own
+from .boundary import Apart, Static, enter, leave, own
 from .closure import Getter, Guard, getters
-from .dtensor import DTensor
+from .dtensor import DTensor, kind_of
 from .layout import Layout, replicated
+from .lowered import Inputs, Lowered
+from .mesh import Mesh
 from .plan import Plan
+from .program import passes
 from .program.agreement import Record, agree, checksums
 from .program.cache import CacheInfo, ProgramCache
 from .program.cleanup import cleanup
 from .program.ir import Graph, Ref, TensorMeta
-from .program.partition import Partitioned, partition
+from .program.partition import Facts, Partitioned, partition
 from .program.program import (
-    Collectives,
     aliases,
     as_lines,
-    as_text,
-    collectives,
     compile_partitioned,
     sequence,
-    source_of,
 )
+from .program.strict import refuse_unasked
 from .program.trace import Mark, Tracing, trace
 from .signature import PARTS, Arguments, Signature
 
@@ -47,17 +48,24 @@ if TYPE_CHECKING:
 
 @overload
 def parallelize(
-    fn: nn.Module, plan: Plan, *, donate: Sequence[str] = (), static: bool = True
+    fn: nn.Module, plan: Plan, *, static: bool = True, strict: bool = False, donate: Sequence[str] = ()
 ) -> ParallelModule: ...
 @overload
 def parallelize(
-    fn: Callable[..., Any], plan: Plan, *, donate: Sequence[str] = (), static: bool = True
+    fn: Callable[..., Any],
+    plan: Plan,
+    *,
+    static: bool = True,
+    strict: bool = False,
+    donate: Sequence[str] = (),
 ) -> Parallelized: ...
 @overload
 def parallelize(
-    fn: Plan, plan: None = None, *, donate: Sequence[str] = (), static: bool = True
+    fn: Plan, plan: None = None, *, static: bool = True, strict: bool = False, donate: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
-def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = (), static: bool = True) -> Any:
+def parallelize(
+    fn: Any, plan: Any = None, *, static: bool = True, strict: bool = False, donate: Sequence[str] = ()
+) -> Any:
     """Run `fn`, written for one device, on the mesh of `plan`. A call, or a decorator: `@parallelize(plan)`.
 
     fn: (*trees of tensors and static values) -> tree. A DTensor argument keeps its layout; a plain tensor is
@@ -68,6 +76,13 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = (), static
 
     `donate` names arguments whose DTensors the call may consume: using one afterwards is an error.
 
+    With `strict`, communication that the plan did not ask for is a ShardingError that names the op, its
+    source line, the bytes and the line that would ask for it. The plan asks for what a constraint moves
+    (`vs.constrain`, `activations`, a parameter's layout in use or at rest), for the layouts of results, for
+    what a `vs.shard_map` inside says and calls, and for the sums that are pending where an op contracts
+    over a dim that is split. It does not ask for what moves because an op needs a dim whole, or its operands
+    in one layout, or has no sharding rule. `lower(...).collectives()` gives the reason of each.
+
     fn is traced: Python control flow on a tensor's value, a shape that depends on data, or mutation
     of an argument is a TraceError that names the line. Python numbers are static: each new value
     compiles anew. The gradient of the result is not recorded; take gradients inside, with
@@ -76,9 +91,9 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = (), static
     An `nn.Module` becomes a `ParallelModule`: it keeps sharded parameters and buffers of its own, placed by
     the plan, is called like the module, and its results can be differentiated with `.backward()`.
 
-    With `static=False` nothing is traced: fn runs op by op on DTensors with real values, at every call. Prints,
-    breakpoints, `.item()` and control flow on values work. Inputs, parameters, activations and results are
-    placed as the plan says; in between each op decides for itself.
+    With `static=False` nothing is traced: fn runs op by op on DTensors with real values, at every call.
+    Prints, breakpoints, `.item()` and control flow on values work. Inputs, parameters, activations and
+    results are placed as the plan says; in between each op decides for itself.
 
     >>> import torch, vescale as vs
     >>> mesh = vs.make_mesh({"dp": 2})
@@ -93,7 +108,7 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = (), static
     from .parallel_module import ParallelModule
 
     if isinstance(fn, Plan):
-        return lambda function: parallelize(function, fn, donate=donate, static=static)
+        return lambda function: parallelize(function, fn, static=static, strict=strict, donate=donate)
     if not isinstance(plan, Plan):
         raise ArgumentError(
             explain(
@@ -111,8 +126,8 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = (), static
                     remedy="donate arguments of a train step that takes vs.functional(module)'s params",
                 )
             )
-        return ParallelModule(fn, plan, static=static)
-    return (Parallelized if static else Dynamic)(fn, plan, tuple(donate))
+        return ParallelModule(fn, plan, static=static, strict=strict)
+    return (Parallelized if static else Dynamic)(fn, plan, tuple(donate), strict)
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,8 @@ class Decision:
     paths: tuple[str, ...]
     aliases: tuple[int, ...]  # results that may be memory of a plain tensor of the caller's
     modules: tuple[torch.nn.Module, ...]  # that fn called
+    out_kinds: tuple[Any, ...]
+    places: Mapping[int, int]  # of the leaves that are tensors, among the inputs
 
     def takes(self, closed_over: list[torch.Tensor]) -> bool:
         """Whether the closed-over tensors still look as they did."""
@@ -145,31 +162,15 @@ class Entry:
     decision: Decision
     program: Any  # a Program, or whatever `_program` makes for `_run`
     closed_over: tuple[Getter, ...]
-
-
-class Lowered:
-    """A decided program that has not run: what `fn` does on the mesh, for arguments like those given."""
-
-    def __init__(self, decision: Decision) -> None:
-        self._partitioned = decision.partitioned
-
-    def as_text(self) -> str:
-        """The program, one instruction a line, with the layout of each value and where it came from."""
-        return as_text(self._partitioned)
-
-    def source(self, rank: int = 0) -> str:
-        """The generated Python of a rank of the mesh."""
-        return source_of(self._partitioned, rank)
-
-    def collectives(self) -> Collectives:
-        """Each collective in order: kind, axes, bytes that rank 0 receives, cause and source line."""
-        return collectives(self._partitioned)
+    set_apart: Apart
 
 
 class Parallelized:
     """A function on a mesh: see `parallelize`. `__wrapped__` is the function for one device."""
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan, donate: tuple[str, ...]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], plan: Plan, donate: tuple[str, ...], strict: bool = False
+    ) -> None:
         if not callable(fn):
             raise ArgumentError(
                 explain(
@@ -178,7 +179,7 @@ class Parallelized:
                     remedy="pass the train step itself",
                 )
             )
-        self._fn, self._plan, self._donate = fn, plan, donate
+        self._fn, self._plan, self._donate, self._strict = fn, plan, donate, strict
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._arguments = Arguments(fn)
         unknown = [name for name in donate if name not in self._arguments.names]
@@ -207,8 +208,30 @@ class Parallelized:
         return self._run(entry, signature.leaves, closed_over)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The program for arguments like these, without running it or communicating."""
-        return Lowered(self._decide(self._arguments.bind(args, kwargs)))
+        """The program for arguments like these, without running it or communicating.
+
+        Arguments need no values: tensors on the meta device, or fake ones, stand for those on the mesh's
+        device. With a plan on an `AbstractMesh` there need be no ranks either.
+
+        >>> import torch, vescale as vs
+        >>> mesh = vs.AbstractMesh(("dp",), (4096,))
+        >>> plan = vs.Plan(mesh, inputs={"x": vs.P(dp=vs.Shard(0))})
+        >>> lowered = vs.parallelize(lambda x: x.sum(), plan).lower(torch.empty(8192, device="meta"))
+        >>> lowered.collectives()[0].bytes
+        16380
+        """
+        decision = self._decide(self._arguments.bind(args, kwargs))
+        tensors = [index for index, layout in enumerate(decision.layouts) if layout is not None]
+        numbers = dict(zip(tensors, decision.partitioned.inputs))
+        paths = {number: decision.paths[index] for index, number in numbers.items()}
+        own = self._plan.params_arg
+        inputs = Inputs(
+            paths,
+            frozenset(n for n, path in paths.items() if path == own or path.startswith(f"{own}.")),
+            frozenset(numbers[index] for index in decision.donated),
+            self._plan.device,
+        )
+        return Lowered(decision.partitioned, inputs)
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses, and for each miss which part of the signature was new."""
@@ -216,31 +239,45 @@ class Parallelized:
 
     # One call.
 
+    @functools.cached_property
+    def _mesh(self) -> Mesh:
+        return self._plan.hosted(self._name)
+
     def _run(self, entry: Entry, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
-        mesh, decision = self._plan.mesh, entry.decision
+        mesh, decision = self._mesh, entry.decision
         inputs = self._enter(decision, leaves, hidden)
-        for index in decision.donated:
-            if isinstance(leaves[index], DTensor):
-                leaves[index].donate(
-                    f"argument {decision.paths[index]!r} of call {self._calls} of {self._name}"
-                )
+        if decision.donated:
+            self._donate_leaves(entry, leaves, inputs)
         results = own(entry.program(inputs), decision.aliases)
-        outputs = leave(mesh, results, decision.out_layouts)
+        outputs = leave(mesh, results, decision.out_layouts, decision.out_kinds)
         return _tree.unflatten(decision.out_spec, outputs)
 
     def _enter(self, decision: Decision, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
         return enter(
-            self._plan.mesh,
+            self._mesh,
             leaves,
             decision.layouts,
             hidden,
             lambda index, leaf, layout: self._mismatch(decision.paths[index], leaf, layout),
         )
 
+    def _donate_leaves(self, entry: Entry, leaves: list[Any], inputs: list[list[torch.Tensor]]) -> None:
+        decision, call = entry.decision, f"call {self._calls} of {self._name}"
+        for index in decision.donated:
+            leaf = leaves[index]
+            if isinstance(leaf, DTensor):
+                leaf.donate(decision.paths[index], call)
+            elif (place := decision.places[index]) in entry.program.overwritten:  # it stays the caller's
+                for values in inputs:
+                    values[place] = values[place].clone()
+        if entry.program.overwritten:
+            entry.set_apart(inputs)
+
     # A miss.
 
     def _compile(self, signature: Signature) -> Entry:
-        mesh = self._plan.mesh
+        mesh = self._mesh
+        refuse_abstract(signature.leaves, signature.paths, self._name)
         try:
             decision = self._decide(signature)
         except Exception as error:
@@ -255,12 +292,13 @@ class Parallelized:
         # Watched together with what other traces of the same arguments ran: train and eval take turns.
         self._guards.setdefault(signature.key, Guard()).watch(modules)
         places = getters(self._fn, modules, (tensor for _, tensor in decision.graph.hidden))
-        entry = Entry(decision, self._program(decision), places)
+        program = self._program(decision)
+        entry = Entry(decision, program, places, Apart(getattr(program, "overwritten", frozenset())))
         self._cache.put((*signature.key, self._module_state(signature.key)), entry)
         return entry
 
     def _program(self, decision: Decision) -> Any:
-        return compile_partitioned(decision.partitioned, self._plan.mesh)
+        return compile_partitioned(decision.partitioned, self._mesh, optimise=True)
 
     def _decide(self, signature: Signature) -> Decision:
         plan, mesh = self._plan, self._plan.mesh
@@ -273,8 +311,8 @@ class Parallelized:
             out_spec[:] = [spec]
             return results
 
-        tracing = Tracing(activations=plan.activation_rules())
-        inputs = [TensorMeta.of(signature.leaves[index]) for index in tensors]
+        tracing = Tracing(activations=plan.activation_rules(), device=plan.device)
+        inputs = [standing_for(TensorMeta.of(signature.leaves[index]), plan.device) for index in tensors]
         graph = cleanup(
             trace(
                 flat,
@@ -297,22 +335,24 @@ class Parallelized:
             value for value, index in zip(graph.inputs, tensors, strict=True) if marks[index] is not None
         )
         partitioned = partition(graph, mesh.abstract, [*known, *hidden], wishes, parameters, names, results)
-        if plan.fsdp and buckets:
-            numbers = {
-                mark.name: number
-                for number, index in zip(partitioned.inputs, tensors)
-                if (mark := marks[index]) is not None
-            }
-            partitioned = plan.fsdp.schedule(partitioned, buckets, numbers)
-        out_layouts = tuple(
-            Static(output) if number is None else partitioned.values[number].layout
-            for output, number in zip(graph.outputs, partitioned.outputs, strict=True)
-        )
+        if self._strict:
+            refuse_unasked(partitioned, self._name)
         donated = tuple(
             index
             for index, path in enumerate(paths)
             if layouts[index] is not None
             and any(path == name or path.startswith(f"{name}.") for name in self._donate)
+        )
+        numbers = dict(zip(tensors, partitioned.inputs))
+        facts = Facts(
+            {numbers[index]: paths[index] for index in tensors},
+            frozenset(numbers[index] for index in donated),
+            {"buckets": buckets, "parameters": {m.name: numbers[i] for i, m in enumerate(marks) if m}},
+        )
+        partitioned = passes.apply(passes.DECISIONS, replace(partitioned, facts=facts))
+        out_layouts = tuple(
+            Static(output) if number is None else partitioned.values[number].layout
+            for output, number in zip(graph.outputs, partitioned.outputs, strict=True)
         )
         plain = {
             number
@@ -329,6 +369,12 @@ class Parallelized:
             tuple(paths),
             aliases(partitioned, plain),
             tuple(tracing.roots),
+            tuple(
+                None if number is None else kind_of(value.layout, value.meta.dtype)
+                for number in partitioned.outputs
+                for value in [partitioned.values[number or 0]]
+            ),
+            {index: place for place, index in enumerate(tensors)},
         )
 
     def _layouts(

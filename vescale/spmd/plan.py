@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import _tree
-from .._errors import LayoutError, PlanError, explain, near_misses
+from .._errors import ArgumentError, LayoutError, PlanError, explain, near_misses
 from .layout import AbstractMesh, Layout
 from .mesh import Mesh
 from .placements import P
@@ -46,8 +47,8 @@ class Parameter:
 class Staging:
     """Where parameters rest and which move together: what `Plan(fsdp=)` decides.
 
-    `entries` by path; `buckets` are opaque here; `run_dtype` and `reduce_dtype` are the dtypes of
-    parameters in use and of gradients while they are reduced (None: the parameter's own).
+    `entries` by path; `buckets` are for the passes of whoever staged, see `Facts`; `run_dtype` and
+    `reduce_dtype` are the dtypes of parameters in use and of gradients on the way (None: the parameter's own).
     """
 
     entries: Mapping[str, Staged]
@@ -67,10 +68,6 @@ class Stager(Protocol):
         """The DTensors at rest of each bucket, in memory of its own."""
         ...
 
-    def schedule(self, program: Any, buckets: tuple[Any, ...], parameters: Mapping[str, int]) -> Any:
-        """A decided program (`Partitioned`) with the moves of each bucket together."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class ResolvedParameter:
@@ -83,8 +80,16 @@ class ResolvedParameter:
     rest: Layout
     run: Layout
     rule: str | None
+    dtype: torch.dtype | None = None
     run_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+
+    @property
+    def local(self) -> str:
+        """What rank 0 holds at rest: its shape, and its bytes where the dtype is known."""
+        shape = self.rest.local_shape(0)
+        held = "" if self.dtype is None else f" {math.prod(shape) * self.dtype.itemsize:,} B"
+        return f"{shape}{held}"
 
 
 class Resolved(tuple[ResolvedParameter, ...]):
@@ -96,10 +101,11 @@ class Resolved(tuple[ResolvedParameter, ...]):
     buckets: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "at rest", "in use", "rule")]
+        rows = [("parameter", "shape", "at rest", "in use", "on rank 0", "rule")]
         for entry in self:
             run = "same" if entry.run is entry.rest else str(entry.run.spec)
-            rows.append((entry.path, str(entry.rest.shape), str(entry.rest.spec), run, entry.rule or "-"))
+            shape, rest, rule = str(entry.rest.shape), str(entry.rest.spec), entry.rule or "-"
+            rows.append((entry.path, shape, rest, run, entry.local, rule))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -121,7 +127,7 @@ class Plan:
     rules say over one more axis at rest, and moves it a bucket at a time.
 
     A rule that matches nothing is a PlanError that lists near misses. Plans compose: in `a | b` the rules
-    of b come first.
+    of b come first. A plan on an `AbstractMesh` can be resolved and lowered, and has no ranks to run on.
 
     >>> from vescale.spmd.mesh import make_mesh
     >>> from vescale.spmd.placements import Shard
@@ -129,14 +135,14 @@ class Plan:
     >>> plan = Plan(mesh, params={r".*fc1.weight": P(tp=Shard(0))})
     >>> import torch
     >>> print(plan.resolve({"mlp.fc1.weight": torch.ones(4, 2), "mlp.fc2.bias": torch.ones(2)}))
-    parameter       shape   at rest         in use  rule
-    mlp.fc1.weight  (4, 2)  P(tp=Shard(0))  same    .*fc1.weight
-    mlp.fc2.bias    (2,)    P()             same    -
+    parameter       shape   at rest         in use  on rank 0    rule
+    mlp.fc1.weight  (4, 2)  P(tp=Shard(0))  same    (2, 2) 16 B  .*fc1.weight
+    mlp.fc2.bias    (2,)    P()             same    (2,) 8 B     -
     """
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
         params: Mapping[str, P | Staged] | None = None,
         inputs: Mapping[str, P] | None = None,
         outputs: Mapping[str, P] | None = None,
@@ -150,6 +156,24 @@ class Plan:
         self.inputs, self.outputs = dict(inputs or {}), dict(outputs or {})
         self.activations = dict(activations or {})
         self._check()
+
+    @property
+    def device(self) -> torch.device:
+        """Where its mesh computes; the CPU stands for the device of an AbstractMesh."""
+        return self.mesh.device if isinstance(self.mesh, Mesh) else torch.device("cpu")
+
+    def hosted(self, where: str) -> Mesh:
+        """The mesh, to put tensors on and run programs; ArgumentError when there are no ranks."""
+        if isinstance(self.mesh, Mesh):
+            return self.mesh
+        raise ArgumentError(
+            explain(
+                f"a plan on the abstract mesh {self.mesh}",
+                where=where,
+                rule="an AbstractMesh has no ranks: its programs can be lowered, not run",
+                remedy="call .lower(...), or make the plan with vs.make_mesh(...)",
+            )
+        )
 
     def __or__(self, other: Plan) -> Plan:
         if other.mesh is not self.mesh:
@@ -198,7 +222,7 @@ class Plan:
             rest, run = (entry.init, entry.run) if isinstance(entry, Staged) else (entry, entry)
             try:
                 layouts = [Layout(self.mesh.abstract, spec, shape) for spec in (rest, run)]
-                resolved.append(ResolvedParameter(path, *layouts, rule, *dtypes))
+                resolved.append(ResolvedParameter(path, *layouts, rule, parameter.dtype, *dtypes))
             except LayoutError as error:
                 problems.append(f"{path} of shape {shape}: {error}")
         if problems:

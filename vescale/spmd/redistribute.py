@@ -20,7 +20,7 @@ from .layout import Layout, replicated
 from .locals import local_slice
 from .mesh import Mesh, group_ranks
 from .placements import Replicate
-from .redistribute_plan import Step, chunk, plan
+from .redistribute_plan import GATHER_BYTES, Step, chunk, plan
 from .reduction import Reduction, check_dtype, neutral
 from .regions import Block, overlap, region
 from .transport import Assemble, all_gather, all_to_all, assembler, pack, picker, reduce_scatter, unpack
@@ -32,10 +32,6 @@ Collective = Callable[[Sequence[Tensor]], list[Tensor]]
 Collectives = Callable[[Sequence[Sequence[Tensor]]], list[list[Tensor]]]
 Flatten = Callable[[Sequence[Tensor]], Tensor]
 Unflatten = Callable[[Tensor], list[Tensor]]
-
-# Below this many bytes in all (group size x tensor) an ordered all-reduce is one exchange and the
-# whole tree on every rank: more bytes, half the messages. On gloo a message costs what 256 KB do.
-GATHER_BYTES = 256 * 1024
 
 
 def redistribute(

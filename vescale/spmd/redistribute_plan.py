@@ -27,6 +27,10 @@ from .regions import common_size, region
 COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 LOCAL = ("slice", "view", "to_partial")
 
+# Below this many bytes in all (group size x tensor) an ordered all-reduce is one exchange and the
+# whole tree on every rank: more bytes, half the messages. On gloo a message costs what 256 KB do.
+GATHER_BYTES = 256 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -72,8 +76,8 @@ class Step:
     def bytes_moved(self, rank: int, itemsize: int) -> int:
         """Bytes that `rank` receives from others.
 
-        An all_reduce counts as the reduce-scatter and the gather of which it is made; a small ordered one
-        receives more in fewer messages, see `redistribute.GATHER_BYTES`.
+        An all_reduce counts as what "ordered" reduction does: a reduce-scatter and a gather, and a gather
+        of all contributions where it is small (`GATHER_BYTES`).
         """
         if not self.is_collective:
             return 0
@@ -82,6 +86,8 @@ class Step:
         if self.kind == "reduce_scatter" and self.contributions == self.group_size:
             return others * held * itemsize
         if self.kind == "all_reduce":
+            if self.group_size * held * itemsize <= GATHER_BYTES:
+                return others * held * itemsize
             index = group_index(self.src.mesh, self.axes, rank)
             start, stop = chunk(held, self.group_size, index)
             return (others * (stop - start) + held - (stop - start)) * itemsize

@@ -12,7 +12,7 @@ import torch
 from .. import _tree
 from .._compat import default_device
 from .._errors import ArgumentError, explain
-from .dtensor import DTensor
+from .dtensor import DTensor, kind_of
 
 # The names of the parts of a key, in order: misses are explained with them.
 PARTS = ("argument names", "structure", "leaf", "mode")
@@ -64,14 +64,14 @@ class Arguments:
             arguments = self.parameters.bind(*args, **kwargs).arguments
             names, args = tuple(arguments), tuple(arguments.values())
         leaves, spec = _tree.flatten(args)
-        return Signature(names, spec, leaves, (names, spec, tuple(map(_leaf_key, leaves)), _mode()))
+        return Signature(names, spec, leaves, (names, spec, _leaf_keys(leaves), _mode()))
 
     def with_tensors(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Signature:
         """The same call with other tensors."""
         leaves = list(signature.leaves)
         for index, tensor in zip(signature.tensors(), tensors, strict=True):
             leaves[index] = tensor
-        key = (signature.names, signature.spec, tuple(map(_leaf_key, leaves)), _mode())
+        key = (signature.names, signature.spec, _leaf_keys(leaves), _mode())
         return Signature(signature.names, signature.spec, leaves, key)
 
     def call(self, signature: Signature, tensors: Sequence[Any]) -> Any:
@@ -86,11 +86,15 @@ class Arguments:
         return self.fn(*bound.args, **bound.kwargs)
 
 
+def _leaf_keys(leaves: list[Any]) -> tuple[Any, ...]:
+    """The keys of the leaves; those of most DTensors are known to them."""
+    return tuple([(type(leaf) is DTensor and leaf._kind) or _leaf_key(leaf) for leaf in leaves])
+
+
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
-        layout = leaf.layout
-        # A 0-d value is whole either way: a step count that went in plain comes back as a DTensor.
-        return (layout, leaf.dtype) if layout.shape else leaf.dtype
+        leaf._kind = kind_of(leaf.layout, leaf.dtype)
+        return leaf._kind
     if isinstance(leaf, torch.Tensor):
         return (tuple(leaf.shape), leaf.dtype, leaf.device) if leaf.dim() else leaf.dtype
     if isinstance(leaf, float):

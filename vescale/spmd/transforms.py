@@ -16,6 +16,7 @@ import torch
 from .. import _tree
 from .._compat import base_tensor
 from .._errors import ArgumentError, explain
+from ..rng.reuse import paused
 from .dtensor import DTensor, place
 from .layout import Layout
 from .mesh import Mesh
@@ -143,7 +144,7 @@ def at_rest(gradients: Sequence[Any], marks: Sequence[Mark | None]) -> list[Any]
     def rest(gradient: torch.Tensor, mark: Mark) -> torch.Tensor:
         assert tracing is not None
         sent = gradient.to(mark.reduce_dtype or mark.dtype or gradient.dtype)
-        there = _pin(tracing, sent, Pin(mark.rest, gradient_of(mark.name)), transpose=False)
+        there = _pin(tracing, sent, Pin(mark.rest, gradient_of(mark.name), True), transpose=False)
         return there.to(mark.dtype or gradient.dtype)
 
     return [g if mark is None else rest(g, mark) for g, mark in zip(gradients, marks, strict=True)]
@@ -288,7 +289,8 @@ class _Remat(torch.autograd.Function):
                 filled[index] = value
             return ctx.run(*filled)
 
-        both: Any = joined(lambda: torch.func.vjp(some, *(tensors[index] for index in chosen)))
+        with paused():  # draws are repeated here, and that is meant
+            both: Any = joined(lambda: torch.func.vjp(some, *(tensors[index] for index in chosen)))
         outputs, vjp = both
         given = tuple(
             torch.zeros_like(output) if gradient is None else gradient

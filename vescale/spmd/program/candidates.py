@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..layout import AbstractMesh, Digit, Layout
-from ..placements import Partial, Placement, RaggedShard, Replicate, Shard
+from ..placements import InterleavedShard, Partial, Placement, RaggedShard, Replicate, Shard
 from ..rules.notation import Dim, Dims, Pattern
 
 State = Digit | Partial | Placement | None
@@ -134,15 +134,20 @@ def split_by(candidate: Candidate) -> Dim:
 
 
 def candidates(
-    pattern: Pattern, size: int, states: Sequence[Iterable[State | Deferred]], taken: frozenset[str]
+    pattern: Pattern,
+    size: int,
+    states: Sequence[Iterable[State | Deferred]],
+    taken: frozenset[str],
+    asked: frozenset[str] = frozenset(),
 ) -> Iterator[Candidate]:
     """Every candidate over an axis of `size` ranks for operands found in `states`.
 
-    `taken` are the factors that other axes shard already. A factor that only results have is never
-    proposed, nor one that only operands have that are not made yet, or not with that factor sharded.
+    `taken` are the factors that other axes shard already. A factor that only results have is proposed when
+    it is `asked` for, and so is one that only operands have that are not made yet, or not with that factor
+    sharded.
     """
     yield Whole()
-    had = {
+    had = asked | {
         name
         for dims, found in zip(pattern.operands, states, strict=True)
         for dim in dims
@@ -252,6 +257,44 @@ def _fits(candidate: Candidate, pattern: Pattern, state: State) -> bool:
         return candidate.operand(pattern, 0) == state
     except Impossible:
         return False
+
+
+def viewed(
+    pattern: Pattern, mesh: AbstractMesh, shape: Sequence[int], place: int, target: Layout
+) -> Layout | None:
+    """`carry` backwards: the layout of a tensor of `shape` of which result `place` is a view in `target`."""
+    if math.prod(shape) != math.prod(target.shape) or target.partials or target.ragged:
+        return None
+    asked = refine(replace(pattern, operands=(pattern.results[place],), results=pattern.operands), 0, target)
+    states = {axis: state_of(target, axis) for axis, _ in target.spec.items()}
+    if any(uncut(asked, state) for state in states.values()):
+        return None
+    placed = {axis: deferred_state(asked, state, 0) for axis, state in states.items()}
+    source = layout_from(mesh, shape, placed)
+    return source if carry(pattern, mesh, source, place, target.shape) == target else None
+
+
+def uncut(asked: Pattern, state: State) -> bool:
+    """Whether no part of what is viewed gives a result in `state`; `asked` is the pattern reversed."""
+    dims = asked.operands[0]
+    if isinstance(state, Digit):
+        names = [name for name in asked.sizes if state == digit_of(name, dims, asked)]
+        return asked.whole.issuperset(names)
+    if isinstance(state, (Shard, InterleavedShard)):
+        return dims[state.dim] not in asked.results[0] or not asked.whole.isdisjoint(dims[state.dim])
+    return state is not None
+
+
+def deferred_state(asked: Pattern, state: State, index: int) -> State:
+    """The state of operand `index` that gives a result in `state`; `asked` is the pattern reversed."""
+    dims = asked.results[index]
+    if isinstance(state, RaggedShard):
+        return state if any(dims) else None
+    if isinstance(state, (Shard, InterleavedShard)):  # uneven: the same split of the dim that it stands for
+        dim = asked.operands[0][state.dim]
+        return replace(state, dim=dims.index(dim)) if dim in dims else None
+    name = next(name for name in asked.sizes if state == digit_of(name, asked.operands[0], asked))
+    return digit_of(name, dims, asked)
 
 
 def layout_from(mesh: AbstractMesh, shape: Sequence[int], states: dict[str, State]) -> Layout:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..._errors import LayoutError
-from ..layout import AbstractMesh, Layout
+from ..layout import AbstractMesh, Digit, Layout
 from ..placements import Partial
 from ..rules.notation import Pattern
 from .candidates import (
@@ -24,6 +24,7 @@ from .candidates import (
     State,
     candidates,
     charge,
+    digit_of,
     layout_from,
     state_of,
 )
@@ -46,8 +47,13 @@ def choose(
     pattern: Pattern,
     operands: Sequence[Operand],
     results: Sequence[TensorMeta],
+    wishes: Sequence[Layout | None] = (),
 ) -> tuple[dict[str, Candidate], float]:
-    """The best candidate of each axis, one axis after the other, and the bytes that all of them move."""
+    """The best candidate of each axis, one axis after the other, and the bytes that all of them move.
+
+    `wishes` are layouts that the results will be moved to: factors that only results have are proposed for
+    these.
+    """
     chosen: dict[str, Candidate] = {}
     cost = 0.0
     split = {
@@ -69,8 +75,15 @@ def choose(
             ]
             for operand in operands
         ]
+        asked = frozenset(
+            name
+            for dims, wish in zip(pattern.results, wishes)
+            if wish is not None and isinstance(state := state_of(wish, axis), Digit)
+            for name in dims[state.dim]
+            if digit_of(name, dims, pattern) == state
+        )
         possible = candidates(
-            pattern, mesh.axis_size(axis), [[state for state, _ in found] for found in states], taken
+            pattern, mesh.axis_size(axis), [[state for state, _ in found] for found in states], taken, asked
         )
         scored = [
             (score, candidate)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from .ir import Graph, Node, Ref, map_args, refs_of
+from .trace import is_strided_view
 
 aten = torch.ops.aten
 
@@ -20,7 +21,30 @@ IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 def cleanup(graph: Graph) -> Graph:
     """Drop aliases, undo transposes of transposes, share equal views, drop what nobody reads."""
-    return drop_dead(join_cross_entropy(share_views(graph)))
+    return drop_dead(join_cross_entropy(share_views(in_values(graph))))
+
+
+# What torch may only note on a tensor, to be done when it is read: a collective sends memory as it is.
+_NOTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
+_NOTED |= {aten.resolve_conj.default: aten.alias.default, aten.resolve_neg.default: aten.alias.default}
+
+
+def in_values(graph: Graph) -> Graph:
+    """Conjugates and negatives that are values, and strides that count in memory of one's own."""
+    nodes: list[Node] = []
+    metas = list(graph.metas)
+    for node in graph.nodes:
+        if node.op in _NOTED:
+            node = replace(node, op=_NOTED[node.op])
+        elif is_strided_view(node.op):  # tracing saw to it that the operand is contiguous there
+            base, *rest = node.args
+            metas.append(metas[base.id])
+            dense = Ref(len(metas) - 1)
+            kwargs = {"memory_format": torch.contiguous_format}
+            nodes.append(Node(aten.clone.default, (base,), kwargs, (dense.id,), node.origin))
+            node = replace(node, args=(dense, *rest))
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes), metas=tuple(metas))
 
 
 def share_views(graph: Graph) -> Graph:

@@ -17,75 +17,75 @@ from __future__ import annotations
 import linecache
 import math
 import types
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
 
 from ..._compat import FakeTensorMode, OpOverload, TorchDispatchMode
-from .emit import Call, Exchange, Instruction
-from .ir import Ref, map_args, refs_of
+from .emit import Call, Exchange, Instruction, Looks
+from .ir import Origin, Ref, map_args
+from .last_use import last_uses
 
 _names = count()
 
-Looks = Callable[[int], tuple[tuple[int, ...], torch.dtype]]
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A compiled program, its source, and which instruction each of its lines belongs to."""
+
+    run: Callable[[list[Any]], Any]
+    source: str
+    filename: str
+    origins: Mapping[int, Origin]  # by line number
 
 
 def generate(
     instructions: Sequence[Instruction], inputs: Sequence[int], outputs: Sequence[int | None], looks: Looks
-) -> tuple[Callable[[list[Any]], Any], str]:
-    """The compiled program and its source. It takes a list of local tensors, which it empties.
+) -> Generated:
+    """The compiled program. It takes a list of local tensors, which it empties.
 
     `looks` tells the local shape and dtype of a value by number.
     """
     writer = _Writer(looks)
-    last_use = _last_uses(instructions, outputs)
-    lines = [f"    ({''.join(f'v{value}, ' for value in inputs)}) = inputs; inputs.clear()"] if inputs else []
+    last_use = last_uses(instructions, outputs)
+    lines = ["def program(inputs):"]
+    lines += (
+        [f"    ({''.join(f'v{value}, ' for value in inputs)}) = inputs; inputs.clear()"] if inputs else []
+    )
     dead = [f"v{value}" for value in dict.fromkeys(inputs) if value not in last_use]
     lines += [f"    del {', '.join(dead)}"] if dead else []
     exchanges = 0
+    origins: dict[int, Origin] = {}
     for index, instruction in enumerate(instructions):
         comment = f"  # {instruction.origin}" if str(instruction.origin) else ""
         if isinstance(instruction, Exchange):
-            lines.append(f"    v{instruction.target} = yield {exchanges}, v{instruction.source}{comment}")
+            source, target = writer.variable(instruction.source), writer.variable(instruction.target)
+            lines.append(f"    {target} = yield {exchanges}, {source}{comment}")
             exchanges += 1
-            read, made = {instruction.source}, [instruction.target]
+            kept = set()
         else:
-            lines.append(f"    {writer.call(instruction, last_use)}{comment}")
-            read, made = (
-                set(refs_of((instruction.args, tuple(instruction.kwargs.values())))),
-                [out for out in instruction.outs if out is not None],
-            )
-        gone = [f"v{value}" for value in [*sorted(read), *made] if last_use.get(value) == index]
+            lines.append(f"    {writer.call(instruction)}{comment}")
+            kept = set(instruction.overwrites)  # the variable has a new value
+        origins[len(lines)] = instruction.origin
+        used = dict.fromkeys([*sorted(set(instruction.reads())), *instruction.makes()])
+        gone = [writer.variable(value) for value in used if last_use[value] == index and value not in kept]
         if gone:
             lines.append(f"    del {', '.join(gone)}")
-    lines.append(f"    return [{', '.join('None' if value is None else f'v{value}' for value in outputs)}]")
-    source = "\n".join(["def program(inputs):", *lines, ""])
+    results = ", ".join("None" if value is None else writer.variable(value) for value in outputs)
+    lines += [f"    return [{results}]", ""]
+    source = "\n".join(lines)
     filename = f"<vescale program {next(_names)}>"
     # Tracebacks show the failing instruction with the user's line behind it.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     scope = dict(writer.bound)
     exec(compile(source, filename, "exec"), scope)
-    return scope["program"], source
-
-
-def _last_uses(instructions: Sequence[Instruction], outputs: Sequence[int | None]) -> dict[int, int]:
-    """Where each value is read for the last time; outputs at infinity (past the end)."""
-    last: dict[int, int] = {}
-    for index, instruction in enumerate(instructions):
-        if isinstance(instruction, Exchange):
-            last[instruction.source] = index
-            last.setdefault(instruction.target, index)
-        else:
-            last.update(
-                (value, index) for value in refs_of((instruction.args, tuple(instruction.kwargs.values())))
-            )
-            for out in instruction.outs:
-                if out is not None:
-                    last.setdefault(out, index)
-    last.update((value, len(instructions)) for value in outputs if value is not None)
-    return last
+    run = scope.pop("program")
+    weakref.finalize(run, linecache.cache.pop, filename, None)
+    return Generated(run, source, filename, origins)
 
 
 class _Writer:
@@ -95,8 +95,12 @@ class _Writer:
         self.looks = looks
         self.bound: dict[str, Any] = {}
         self.seen: dict[Any, str] = {}
+        self.variables: dict[int, int] = {}  # value -> the value whose variable it has taken over
 
-    def call(self, call: Call, last_use: dict[int, int]) -> str:
+    def variable(self, value: int) -> str:
+        return f"v{self.variables.get(value, value)}"
+
+    def call(self, call: Call) -> str:
         fn = (
             binding(call.fn, call.args, call.kwargs, self.looks)
             if isinstance(call.fn, OpOverload)
@@ -105,6 +109,11 @@ class _Writer:
         named = [f"{name}={self.text(value)}" for name, value in call.kwargs.items()]
         arguments = ", ".join([*map(self.text, call.args), *named])
         text = f"{self.name(fn, getattr(fn, '__name__', 'call'))}({arguments})"
+        if call.overwrites:  # the operand's variable is the result from here on
+            for out, operand in zip(call.outs, call.overwrites, strict=True):
+                if out is not None:
+                    self.variables[out] = self.variables.get(operand, operand)
+            return text
         outs = [f"v{out}" if out is not None else "_" for out in call.outs]
         if call.unpack:
             return f"{', '.join(outs)}{',' if len(outs) == 1 else ''} = {text}"
@@ -112,7 +121,7 @@ class _Writer:
 
     def text(self, value: Any) -> str:
         if isinstance(value, Ref):
-            return str(value)
+            return self.variable(value.id)
         if (
             value is None
             or isinstance(value, (bool, int, str))

@@ -26,11 +26,11 @@ from ..layout import Layout, replicated
 from ..mesh import Mesh
 from . import foreach
 from .cache import ProgramCache
-from .functionalise import updates_statistics
 from .ir import Graph, Node, Ref, TensorMeta, map_args
 from .partition import Move, Partitioned, partition, without_partials
 from .program import Program, compile_partitioned
-from .trace import trace
+from .running import updates_statistics
+from .trace import is_strided_view, trace
 
 aten = torch.ops.aten
 
@@ -86,6 +86,15 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             tensor.check_fresh()
+    if is_strided_view(func):
+        raise ShardingError(
+            explain(
+                f"{func}",
+                where="outside a program",
+                rule="strides are those of one device's memory: pieces have others",
+                remedy="use view, permute, slicing or unfold",
+            )
+        )
     if func in _QUESTIONS:
         return _QUESTIONS[func](*args, **kwargs)
     if torch.device(kwargs.get("device") or mesh.device) != mesh.device:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..redistribute import bind_local
 from ..rules.notation import LocalCall
-from .ir import Origin, Ref, map_args
+from .ir import Origin, Ref, map_args, refs_of
 from .partition import Compute, Local, Move, Partitioned
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A local call. `outs` number its results (None: unused); `unpack` when it returns several."""
+    """A local call. `outs` number its results (None: unused); `unpack` when it returns several.
+
+    `overwrites` is empty, or says for each result of which operand it takes the memory: the call writes
+    there, and the operand is no value any more.
+    """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -22,6 +28,16 @@ class Call:
     outs: tuple[int | None, ...]
     unpack: bool
     origin: Origin
+    overwrites: tuple[int, ...] = ()
+
+    def reads(self) -> Iterator[int]:
+        """The values that the call reads, in the order of its arguments."""
+        yield from refs_of(self.args)
+        yield from refs_of(tuple(self.kwargs.values()))
+
+    def makes(self) -> list[int]:
+        """The values that the call makes."""
+        return [out for out in self.outs if out is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +48,31 @@ class Exchange:
     target: int
     origin: Origin
 
+    def reads(self) -> Iterator[int]:
+        yield self.source
+
+    def makes(self) -> list[int]:
+        return [self.target]
+
 
 Instruction = Call | Exchange
+
+Looks = Callable[[int], tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What one rank runs: instructions over numbered values.
+
+    `looks` tells the local shape and dtype of a value; `donated` are the inputs that may be overwritten.
+    """
+
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+    looks: Looks
+    donated: frozenset[int] = frozenset()
+    device: torch.device = torch.device("cpu")
 
 
 def emit(step: Compute | Move | Local, partitioned: Partitioned, rank: int) -> Instruction:

@@ -7,7 +7,7 @@ again when somebody reads them. Inputs are never written: tracing refuses that b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,27 +17,25 @@ from ..._compat import FakeTensorMode, OpOverload, functional_form, is_mutable, 
 from ..._errors import TraceError, explain
 from ..rules.random import refused
 from .ir import Graph, Node, Ref, TensorMeta, map_args
+from .running import is_batch_norm, without_writes, writes_statistics
 
 aten = torch.ops.aten
 
 # Functional forms that don't have the name of the in-place op.
 _FORMS: dict[OpOverload, Callable[..., Any]] = {
     aten.zero_.default: lambda x: (aten.full_like.default, (x, 0)),
-    aten.copy_.default: lambda x, source, non_blocking=False: (aten.copy.default, (x, source)),
+    # What is overwritten isn't read: `write` brings the source to its dtype and shape.
+    aten.copy_.default: lambda x, source, non_blocking=False: (aten.clone.default, (source,)),
     aten.relu_.default: lambda x: (aten.relu.default, (x,)),
+    aten.polygamma_.default: lambda x, n: (aten.polygamma.default, (n, x)),
 }
 
 
 def functionalise(graph: Graph) -> Graph:
     """The same computation without in-place ops."""
-    if not any(is_mutable(node.op) or node.op is aten.native_batch_norm.default for node in graph.nodes):
+    if not any(is_mutable(node.op) or is_batch_norm(node) for node in graph.nodes):
         return graph
     return _Walk(graph).run()
-
-
-def updates_statistics(op: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether this is batch norm in training, with running statistics (arguments 3 and 4) that it writes."""
-    return op is aten.native_batch_norm.default and args[3] is not None and bool(args[5])
 
 
 class _Walk:
@@ -56,8 +54,8 @@ class _Walk:
         for node in self.graph.nodes:
             if torch.Tag.inplace_view in node.op.tags:  # squeeze_ writes no memory: it is a view
                 self.keep(replace(node, op=self.form(node)))
-            elif updates_statistics(node.op, node.args):
-                self.batch_norm(node)
+            elif is_batch_norm(node):
+                self.normalise(node)
             elif is_mutable(node.op) and torch.Tag.nondeterministic_seeded not in node.op.tags:
                 self.write(node)
             else:  # an in-place draw too: the partition refuses torch's random ops, and says what to use
@@ -132,8 +130,9 @@ class _Walk:
             op, args, kwargs = self.form(node), renamed.args, dict(renamed.kwargs)
         meta = self.metas[target]
         value = self.emit(op, args, node, kwargs)
-        if self.metas[value].dtype != meta.dtype:  # an in-place op keeps the dtype of what it writes
-            value = self.emit(aten._to_copy.default, (Ref(value),), node, {"dtype": meta.dtype})
+        keeps = {"dtype": meta.dtype, "device": meta.device}  # an in-place op keeps those of what it writes
+        if any(getattr(self.metas[value], name) != kept for name, kept in keeps.items()):
+            value = self.emit(aten._to_copy.default, (Ref(value),), node, keeps)
         if self.metas[value].shape != meta.shape:
             value = self.emit(aten.expand.default, (Ref(value), tuple(meta.shape)), node)
         (out,) = node.outs
@@ -146,15 +145,39 @@ class _Walk:
         )
         self.children.setdefault(target, []).append(out)
 
-    def batch_norm(self, node: Node) -> None:
-        """Its schema doesn't say that it writes the running statistics; the functional form returns them."""
-        renamed = self.renamed(node)
-        written = [arg.id for arg in node.args[3:5]]
-        values = [self.new(self.metas[target]) for target in written]
-        op = aten._native_batch_norm_legit_functional.default
-        self.nodes.append(replace(renamed, op=op, outs=(*node.outs, *values)))
-        for target, value in zip(written, values, strict=True):
-            self.assign(target, value, node)
+    def normalise(self, node: Node) -> None:
+        """A batch norm: its running statistics are results too, and are written when it has run."""
+        pure = self.renamed(without_writes(node))
+        if not writes_statistics(node):
+            self.nodes.append(pure)
+        else:
+            written = [ref.id for ref in node.args[3:5]]
+            for target in written:
+                self.check_temporary(target, node)
+            news = [self.new(self.metas[target]) for target in written]
+            self.nodes.append(replace(pure, outs=(*pure.outs, *news)))
+            for target, new in zip(written, news, strict=True):
+                self.assign(target, new, node)
+        for out in node.outs[3:]:  # the reserve of cudnn's form
+            if out is not None:
+                kwargs = {"dtype": self.metas[out].dtype, "device": self.metas[out].device}
+                self.current[out] = self.emit(aten.empty.memory_format, ((0,),), node, kwargs)
+
+    def check_temporary(self, target: int, node: Node) -> None:
+        """Refuse a hidden write to what was there before the call; torch counts no version for it."""
+        while target in self.views:
+            view = self.views[target][0]
+            target = view.args[view_source(view.op) or 0].id
+        if target in (*self.graph.inputs, *(value for value, _ in self.graph.hidden)):
+            raise TraceError(
+                explain(
+                    "an update of the running statistics of a batch norm in training",
+                    where=node.origin,
+                    rule="a function doesn't mutate its arguments, nor what it closes over",
+                    remedy="clone the buffers inside the function and return them, or set "
+                    "track_running_stats=False",
+                )
+            )
 
     def assign(self, target: int, value: int, node: Node) -> None:
         """`target` is `value` from now on; what shares its memory follows."""
@@ -207,6 +230,9 @@ class _Walk:
         if op is aten.diagonal.default:
             rest = (get(1, "offset", 0), get(2, "dim1", 0), get(3, "dim2", 1))
             return self.emit(aten.diagonal_scatter.default, (base, part, *rest), node)
+        if op is aten.as_strided.default:
+            rest = (args[1], args[2], get(3, "storage_offset", None))
+            return self.emit(aten.as_strided_scatter.default, (base, part, *rest), node)
         if op is aten.unbind.int:
             return self.emit(aten.select_scatter.default, (base, part, get(1, "dim", 0), place), node)
         if op in (aten.split.Tensor, aten.split_with_sizes.default):

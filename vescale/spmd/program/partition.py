@@ -18,33 +18,34 @@ Nothing here depends on a rank: a mesh of 10,240 costs what a mesh of 8 costs. T
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from ..._errors import ShardingError, explain
-from ..layout import AbstractMesh, Digit, Layout, replicated
+from ..layout import AbstractMesh, Layout, replicated
 from ..mapped_call import mapped_call
-from ..placements import InterleavedShard, P, Partial, RaggedShard, Shard
+from ..placements import P, Partial
 from ..redistribute_plan import Step, plan
 from ..rules.notation import Dims, Pattern, find_rule, is_source
 from ..rules.random import refused
 from .candidates import (
     REFUSED,
     Candidate,
-    State,
     carry,
-    digit_of,
+    deferred_state,
     layout_from,
     refine,
     split_by,
     state_of,
+    uncut,
+    viewed,
 )
+from .cause import Cause
 from .choice import Operand, choose
 from .ir import Graph, Node, Origin, Ref, TensorMeta, map_args, refs_of
 from .trace import trace
@@ -67,7 +68,7 @@ class Move:
     step: Step
     source: int
     target: int
-    cause: str
+    cause: Cause
     origin: Origin
 
 
@@ -101,12 +102,35 @@ class Local:
 AnyStep = Compute | Move | Map | Local
 
 
+def operands_of(step: AnyStep) -> tuple[int, ...]:
+    """The values that a step reads."""
+    return (step.source,) if isinstance(step, Move) else step.operands
+
+
+def results_of(step: AnyStep) -> tuple[int, ...]:
+    """The values that a step makes."""
+    results = (step.target,) if isinstance(step, Move) else step.results
+    return tuple(number for number in results if number is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class LocalValue:
     """One layout of a global value."""
 
     meta: TensorMeta
     layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What passes may know about the inputs: their argument paths, and which the call may consume.
+
+    `notes` is for packages that add passes: what their part of the plan says.
+    """
+
+    names: Mapping[int, str] = field(default_factory=dict)
+    donated: frozenset[int] = frozenset()
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +143,8 @@ class Partitioned:
     outputs: tuple[int | None, ...]  # None for a static result
     values: tuple[LocalValue, ...]
     unruled: tuple[Node, ...]  # nodes without a rule: they run whole on every rank
+    facts: Facts = Facts()
+    gradients: frozenset[int] = frozenset()  # those of parameters, pending and reduced
 
 
 def partition(
@@ -173,9 +199,11 @@ class _Walk:
         for node in graph.nodes:
             for value in _read(node):
                 self.readers[value].append(node)
+        self.wishes = self.pulled_back()
         self.values: list[LocalValue] = []
         self.steps: list[AnyStep] = []
         self.unruled: list[Node] = []
+        self.gradients: set[int] = set()
         self.makers: dict[int, Node] = {}
         self.made: dict[
             int, dict[Layout, int]
@@ -184,6 +212,23 @@ class _Walk:
         self.views: dict[
             int, tuple[Node, Pattern, int]
         ] = {}  # global value -> the view that it is, and which result
+
+    def pulled_back(self) -> dict[int, Layout]:
+        """Layouts that constraints ask for, by value: through views, of the value viewed."""
+        wishes: dict[int, Layout] = {}
+        for node in reversed(self.graph.nodes):
+            if node.op.name() == "vescale::constrain":
+                wishes[node.args[0].id] = self.target(node)
+                continue
+            (out, *others), rule = node.outs, find_rule(node.op)
+            if out in wishes and rule is not None and not others:
+                pattern = rule(node, self.metas)
+                if pattern.view:
+                    source = next(node.refs())
+                    layout = viewed(pattern, self.mesh, self.metas[source].shape, 0, wishes[out])
+                    if layout is not None:
+                        wishes[source] = layout
+        return wishes
 
     def run(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> Partitioned:
         values = (*self.graph.inputs, *(value for value, _ in self.graph.hidden))
@@ -194,7 +239,8 @@ class _Walk:
         for place, (output, wish) in enumerate(zip(self.graph.outputs, outputs, strict=True)):
             if isinstance(output, Ref):
                 target = wish or self.settled(output.id)
-                cause = f"result {self.results[place] if self.results else place}".rstrip()
+                path = self.results[place] if self.results else place
+                cause = Cause(f"result {path}".rstrip(), "result")
                 maker = self.makers.get(self.through_views(output.id))
                 results.append(self.obtain(output.id, target, cause, maker.origin if maker else Origin()))
             else:
@@ -206,6 +252,7 @@ class _Walk:
             tuple(results),
             tuple(self.values),
             tuple(self.unruled),
+            gradients=frozenset(self.gradients),
         )
 
     # Global values and the layouts in which they exist.
@@ -241,7 +288,7 @@ class _Walk:
                     layouts.setdefault(carried, source)
         return layouts
 
-    def obtain(self, value: int, target: Layout, cause: str, origin: Origin) -> int:
+    def obtain(self, value: int, target: Layout, cause: Cause, origin: Origin) -> int:
         """The number of `value` in the layout `target`, moved there if need be."""
         made = self.made[value]
         if target in made:
@@ -260,23 +307,13 @@ class _Walk:
         return self.move(value, self.obtain(value, start, cause, origin), steps, cause, origin)
 
     def beneath(self, value: int, target: Layout) -> Layout | None:
-        """The layout of what `value` views, element for element, that makes it a view in layout `target`."""
-        if value not in self.views or self.home(value).partials or target.partials or target.ragged:
+        """The layout of what `value` views that makes it a view in layout `target`; None if there is none."""
+        if value not in self.views or self.home(value).partials:
             return None
         node, pattern, place = self.views[value]
-        shape = self.metas[next(node.refs())].shape
-        if math.prod(shape) != math.prod(target.shape):
-            return None
-        asked = refine(replace(pattern, operands=pattern.results, results=pattern.operands), 0, target)
-        states = {axis: state_of(target, axis) for axis, _ in target.spec.items()}
-        if any(_uncut(asked, state) for state in states.values()):
-            return None
-        source = layout_from(
-            self.mesh, shape, {axis: _deferred_state(asked, state, 0) for axis, state in states.items()}
-        )
-        return source if carry(pattern, self.mesh, source, place, target.shape) == target else None
+        return viewed(pattern, self.mesh, self.metas[next(node.refs())].shape, place, target)
 
-    def move(self, value: int, number: int, steps: Sequence[Step], cause: str, origin: Origin) -> int:
+    def move(self, value: int, number: int, steps: Sequence[Step], cause: Cause, origin: Origin) -> int:
         made = self.made[value]
         for step in steps:
             if step.dst not in made:
@@ -285,15 +322,15 @@ class _Walk:
             number = made[step.dst]
         return number
 
-    def make(self, value: int, target: Layout, cause: str, origin: Origin) -> int:
+    def make(self, value: int, target: Layout, cause: Cause, origin: Origin) -> int:
         """Make a deferred value in the layout in which it is needed."""
         node, pattern = self.deferred[value]
         broadcast = target.ragged is not None and any(
             dims and (len(dims) < len(target.shape) or not all(dims)) for dims in pattern.operands
         )
         asked = refine(replace(pattern, operands=pattern.results, results=pattern.operands), 0, target)
-        uncut = pattern.view and any(_uncut(asked, state_of(target, axis)) for axis, _ in target.spec.items())
-        if target.partials or broadcast or uncut:  # no operand has these elements: make it whole, and cut
+        lost = pattern.view and any(uncut(asked, state_of(target, axis)) for axis, _ in target.spec.items())
+        if target.partials or broadcast or lost:  # no operand has these elements: make it whole, and cut
             whole = self.make(value, replicated(self.mesh, self.metas[value].shape), cause, origin)
             return self.move(value, whole, plan(self.values[whole].layout, target), cause, origin)
         numbers = []
@@ -303,7 +340,7 @@ class _Walk:
                 {}
                 if is_source(node.op)
                 else {
-                    axis: _deferred_state(asked, state_of(target, axis), index)
+                    axis: deferred_state(asked, state_of(target, axis), index)
                     for axis, _ in target.spec.items()
                 }
             )
@@ -314,7 +351,7 @@ class _Walk:
         self.steps.append(Compute(node, pattern, tuple(numbers), (number,)))
         return number
 
-    def view_again(self, value: int, source: Layout, target: Layout, cause: str, origin: Origin) -> int:
+    def view_again(self, value: int, source: Layout, target: Layout, cause: Cause, origin: Origin) -> int:
         """Take the view that `value` is of its source's other layout."""
         node, pattern, _ = self.views[value]
         operand = self.obtain(next(node.refs()), source, cause, origin)
@@ -359,7 +396,8 @@ class _Walk:
                 self.metas[value].shape,
                 {axis: candidate.operand(pattern, index) for axis, candidate in chosen.items()},
             )
-            numbers.append(self.obtain(value, target, self.cause(value, node), self.origin(value, node)))
+            cause = self.cause(value, node, target)
+            numbers.append(self.obtain(value, target, cause, self.origin(value, node)))
         results: list[int | None] = []
         tensors = 0
         for place, out in enumerate(node.outs):
@@ -387,12 +425,20 @@ class _Walk:
             if out is not None and self.uses[out] > 1 and self.home(out).partials:
                 self.reduce_at_source(node, out)
 
-    def cause(self, value: int, user: Node) -> str:
+    def cause(self, value: int, user: Node, target: Layout) -> Cause:
         """Why a value moves: its name or maker, and who needs it so."""
         seen = self.through_views(value)
-        maker = self.makers.get(seen)
-        unruled = "" if find_rule(user.op) else ", which has no rule and runs whole"
-        return f"{self.names.get(seen) or (maker.op if maker else 'value')} for {user.op}{unruled}"
+        name, maker, ruled = self.names.get(seen, ""), self.makers.get(seen), find_rule(user.op) is not None
+        unruled = "" if ruled else ", which has no rule and runs whole"
+        return Cause(
+            f"{name or (maker.op if maker else 'value')} for {user.op}{unruled}",
+            "op" if ruled else "unruled",
+            target,
+            user.origin,
+            maker.origin if maker else Origin(),
+            name,
+            seen in self.pinned,
+        )
 
     def origin(self, value: int, user: Node) -> Origin:
         """A pending reduction belongs to the op that left it, any other move to the op that asks for it."""
@@ -429,15 +475,6 @@ class _Walk:
         if rule is None:
             if torch.Tag.nondeterministic_seeded in node.op.tags:
                 raise refused(node)
-            if node.op.overloadpacket.__name__.startswith("as_strided"):
-                raise ShardingError(
-                    explain(
-                        f"{node.op}",
-                        where=node.origin,
-                        rule="strides are those of one device's memory: pieces have others",
-                        remedy="use view, permute, slicing or unfold",
-                    )
-                )
             self.unruled.append(node)
             return whole_pattern(node, self.metas)
         pattern = rule(node, self.metas)
@@ -449,23 +486,27 @@ class _Walk:
     def reduce_at_source(self, node: Node, value: int) -> None:
         """Each user would otherwise reduce on its own, or drag the Partial along."""
         layout = without_partials(self.home(value))
-        number = self.obtain(value, layout, f"result of {node.op}", node.origin)
+        cause = Cause(f"result of {node.op}", "reduction")
+        number = self.obtain(value, layout, cause, node.origin)
         self.made[value] = {layout: number}
         self.views.pop(value, None)
+
+    def target(self, node: Node) -> Layout:
+        """The layout that a constraint asks for."""
+        source, index = node.args
+        spec = self.graph.constraints[index].spec
+        return spec if isinstance(spec, Layout) else Layout(self.mesh, spec, self.metas[source.id].shape)
 
     def constrain(self, node: Node) -> None:
         source, index = node.args
         (out,) = node.outs
         assert out is not None
-        pin = self.graph.constraints[index]
-        target = (
-            pin.spec if isinstance(pin.spec, Layout) else Layout(self.mesh, pin.spec, self.metas[out].shape)
-        )
-        self.made[out] = {
-            target: self.obtain(
-                source.id, target, pin.cause or self.names.get(source.id, "constraint"), node.origin
-            )
-        }
+        pin, target = self.graph.constraints[index], self.target(node)
+        cause = Cause(pin.cause or self.names.get(source.id, "constraint"), "plan")
+        number = self.obtain(source.id, target, cause, node.origin)
+        self.made[out] = {target: number}
+        if pin.gradient:
+            self.gradients |= {*self.made[source.id].values(), number}
         if source.id in self.makers:
             self.makers[out] = self.makers[source.id]
         if source.id in self.names:
@@ -487,7 +528,12 @@ class _Walk:
                 )
             )
         numbers = [
-            self.obtain(value, layout, f"{self.names.get(value, 'operand')} for {made.name}", node.origin)
+            self.obtain(
+                value,
+                layout,
+                Cause(f"{self.names.get(value, 'operand')} for {made.name}", "mapped"),
+                node.origin,
+            )
             for value, layout in zip(node.refs(), made.operands, strict=True)
         ]
         results: list[int | None] = []
@@ -560,9 +606,9 @@ class _Walk:
             )
             for value, more in zip_longest(operands, wanted, fillvalue=())
         ]
-        return choose(
-            self.mesh, self.axes, pattern, found, [self.metas[out] for out in node.outs if out is not None]
-        )
+        outs = [out for out in node.outs if out is not None]
+        results, wishes = [self.metas[out] for out in outs], [self.wishes.get(out) for out in outs]
+        return choose(self.mesh, self.axes, pattern, found, results, wishes)
 
     def wanted(self, value: int) -> list[Layout]:
         """Layouts that other nodes, which have a parameter to go with, will have the value moved to.
@@ -592,47 +638,21 @@ class _Walk:
         return layouts
 
 
-def live(
-    steps: Sequence[AnyStep], outputs: Sequence[int | None]
-) -> tuple[AnyStep, ...]:
+def live(steps: Sequence[AnyStep], outputs: Sequence[int | None]) -> tuple[AnyStep, ...]:
     """The steps that an output depends on: views may have been taken in layouts that nobody used."""
     needed = {number for number in outputs if number is not None}
     kept: list[AnyStep] = []
     for step in reversed(steps):
-        targets = [step.target] if isinstance(step, Move) else step.results
-        if any(target in needed for target in targets):
+        if needed.intersection(results_of(step)):
             kept.append(step)
-            needed.update([step.source] if isinstance(step, Move) else step.operands)
+            needed.update(operands_of(step))
     return tuple(reversed(kept))
 
 
 def _read(node: Node) -> list[int]:
     """The values that a node reads: none of a draw's or a factory's but the key."""
     refs = list(node.refs())
-    return refs[:1] if node.op.namespace == "vescale" else [] if is_source(node.op) else refs
-
-
-def _uncut(asked: Pattern, state: State) -> bool:
-    """Whether no part of what is viewed gives a result in `state`; `asked` is the pattern reversed."""
-    dims = asked.operands[0]
-    if isinstance(state, Digit):
-        names = [name for name in asked.sizes if state == digit_of(name, dims, asked)]
-        return asked.whole.issuperset(names)
-    if isinstance(state, (Shard, InterleavedShard)):
-        return dims[state.dim] not in asked.results[0] or not asked.whole.isdisjoint(dims[state.dim])
-    return state is not None
-
-
-def _deferred_state(asked: Pattern, state: State, index: int) -> State:
-    """The state of operand `index` that gives a result in `state`; `asked` is the pattern reversed."""
-    dims = asked.results[index]
-    if isinstance(state, RaggedShard):
-        return state if any(dims) else None
-    if isinstance(state, (Shard, InterleavedShard)):  # uneven: the same split of the dim that it stands for
-        dim = asked.operands[0][state.dim]
-        return replace(state, dim=dims.index(dim)) if dim in dims else None
-    name = next(name for name in asked.sizes if state == digit_of(name, asked.operands[0], asked))
-    return digit_of(name, dims, asked)
+    return (refs[:1] if node.op.namespace == "vescale" else []) if is_source(node.op) else refs
 
 
 def whole_pattern(node: Node, metas: Sequence[TensorMeta]) -> Pattern:

@@ -7,6 +7,7 @@ at each collective, and the loop here runs it over the hosted ranks together.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +21,10 @@ from ..layout import AbstractMesh
 from ..mapped_call import mapped_call
 from ..mesh import Mesh
 from ..redistribute import Collective, bind
-from .codegen import Looks, generate
-from .emit import Call, Instruction, emit
+from . import passes
+from .cause import REFUSED
+from .codegen import generate
+from .emit import Call, Instruction, Listing, emit
 from .ir import Graph, Ref, TensorMeta, map_args
 from .mapped import (
     MappedTrace,
@@ -33,13 +36,16 @@ from .mapped import (
     same,
 )
 from .partition import Compute, Local, Map, Move, Partitioned
+from .passes.memory import Memory
+from .wire import mapped_wires
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveInfo:
     """One collective of a program: what moves, how much, and why.
 
-    `bytes` is what one rank receives; `origin` is the module and source line.
+    `bytes` is what one rank receives; `origin` is the module and source line. `reason` says who asks for it,
+    one of those listed in `cause`; `remedy` is the line that would ask for what an op asks for, else "".
     """
 
     kind: str
@@ -48,22 +54,30 @@ class CollectiveInfo:
     value: str
     cause: str
     origin: str
+    reason: str = "called"
+    remedy: str = ""
 
     @property
     def axis(self) -> str:
         """The axis, or several joined by `+`."""
         return "+".join(self.axes)
 
+    @property
+    def asked(self) -> bool:
+        """Whether the plan asked for it: what `strict=True` lets pass."""
+        return self.reason not in REFUSED
+
     def __str__(self) -> str:
         what = f"{self.kind:<14} {self.axis:<6} {self.bytes:>10,} B  {self.value:<20}"
-        return f"{what} {self.cause}  {self.origin}"
+        return f"{what} {self.reason:<9} {self.cause}  {self.origin}"
 
 
 class Collectives(tuple[CollectiveInfo, ...]):
     """The collectives of a program in order; prints as a table."""
 
     def __str__(self) -> str:
-        return "\n".join([f"{'kind':<14} {'axis':<6} {'bytes':>12}  {'value':<20} cause", *map(str, self)])
+        head = f"{'kind':<14} {'axis':<6} {'bytes':>12}  {'value':<20} {'reason':<9} cause"
+        return "\n".join([head, *map(str, self)])
 
 
 def collectives(partitioned: Partitioned) -> Collectives:
@@ -73,10 +87,18 @@ def collectives(partitioned: Partitioned) -> Collectives:
         if isinstance(step, Map):
             found += collectives_of(mapped_call(step.handle).traced)
         elif isinstance(step, Move) and step.step.is_collective:
-            meta = values[step.source].meta
-            moved = step.step.bytes_moved(0, meta.dtype.itemsize)
+            meta, move, reason = values[step.source].meta, step.step, step.cause.reason(step.step)
             found.append(
-                CollectiveInfo(step.step.kind, step.step.axes, moved, str(meta), step.cause, str(step.origin))
+                CollectiveInfo(
+                    move.kind,
+                    move.axes,
+                    move.bytes_moved(0, meta.dtype.itemsize),
+                    str(meta),
+                    str(step.cause),
+                    str(step.origin),
+                    reason,
+                    step.cause.remedy if reason in REFUSED else "",
+                )
             )
     return Collectives(found)
 
@@ -153,16 +175,6 @@ def _arguments(step: Compute) -> str:
     return ", ".join(args + [f"{name}={map_args(value, local)}" for name, value in step.node.kwargs.items()])
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """What one rank runs: instructions over numbered values, and what its values look like."""
-
-    instructions: tuple[Instruction, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int | None, ...]
-    looks: Looks
-
-
 class Program:
     """The compiled programs of the ranks that this process hosts, for one signature.
 
@@ -178,19 +190,33 @@ class Program:
         labels: Sequence[str],
     ) -> None:
         self.mesh, self.exchanges, self.labels = mesh, list(exchanges), tuple(labels)
-        self.sources: list[str] = []
-        self.runs: list[Callable[[list[Any]], Any]] = []
-        for listing in listings:
-            run, source = generate(listing.instructions, listing.inputs, listing.outputs, listing.looks)
-            self.runs.append(run)
-            self.sources.append(source)
+        self.generated = [
+            generate(made.instructions, made.inputs, made.outputs, made.looks) for made in listings
+        ]
+        self.runs = [made.run for made in self.generated]
+        self.overwritten = frozenset({place for made in listings for place in overwritten_inputs(made)})
 
     def __call__(self, inputs: list[list[Any]]) -> list[list[Any]]:
-        """Local inputs of each hosted rank (lists that are emptied) -> local outputs of each."""
-        with below_autograd():
-            if not self.exchanges:
-                return [run(values) for run, values in zip(self.runs, inputs, strict=True)]
-            return self._lockstep([run(values) for run, values in zip(self.runs, inputs, strict=True)])
+        """Local inputs of each hosted rank (lists that are emptied) -> local outputs of each.
+
+        The inputs at the places `overwritten` are written to, and their memory is that of results.
+        """
+        try:
+            with below_autograd():
+                if not self.exchanges:
+                    return [run(values) for run, values in zip(self.runs, inputs, strict=True)]
+                return self._lockstep([run(values) for run, values in zip(self.runs, inputs, strict=True)])
+        except Exception as error:
+            self._say_where(error)
+            raise
+
+    def _say_where(self, error: Exception) -> None:
+        """Note the user's line and module on an error of an instruction."""
+        frames = {made.filename: made.origins for made in self.generated}
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            origin = frames.get(frame.f_code.co_filename, {}).get(line)
+            if origin is not None and str(origin):
+                error.add_note(f"in the program's step for {origin}")
 
     def _lockstep(self, running: Sequence[Any]) -> list[list[Any]]:
         """Runs each rank up to its next collective, runs that for all, and so on to the end."""
@@ -219,8 +245,23 @@ class Program:
             ) from error
 
 
+def overwritten_inputs(listing: Listing) -> set[int]:
+    """The places of the inputs that the instructions write to."""
+    source: dict[int, int] = {}  # a result in the memory of an operand -> that operand
+    for instruction in listing.instructions:
+        if isinstance(instruction, Call) and instruction.overwrites:
+            source.update(
+                (out, operand)
+                for out, operand in zip(instruction.outs, instruction.overwrites, strict=True)
+                if out is not None
+            )
+    origins = Memory.of(listing).origins
+    written = {origin for operand in source.values() for origin in origins[operand]}
+    return {place for place, value in enumerate(listing.inputs) if value in written}
+
+
 def listing(partitioned: Partitioned, rank: int) -> Listing:
-    """What a rank of the mesh runs."""
+    """What a rank of the mesh runs, as decided."""
     values = partitioned.values
     instructions: list[Instruction] = []
     inner: dict[int, TensorMeta] = {}  # values inside mapped functions, at their local shapes
@@ -235,7 +276,14 @@ def listing(partitioned: Partitioned, rank: int) -> Listing:
             return inner[number].shape, inner[number].dtype
         return values[number].layout.local_shape(rank), values[number].meta.dtype
 
-    return Listing(tuple(instructions), partitioned.inputs, partitioned.outputs, looks)
+    return Listing(
+        tuple(instructions),
+        partitioned.inputs,
+        partitioned.outputs,
+        looks,
+        partitioned.facts.donated,
+        next((value.meta.device for value in values), torch.device("cpu")),
+    )
 
 
 def _inline(
@@ -266,12 +314,15 @@ def _inline(
 
 def source_of(partitioned: Partitioned, rank: int) -> str:
     """The generated Python of a rank of the mesh."""
-    made = listing(partitioned, rank)
-    return generate(made.instructions, made.inputs, made.outputs, made.looks)[1]
+    made = passes.apply(passes.LISTING, listing(partitioned, rank))
+    return generate(made.instructions, made.inputs, made.outputs, made.looks).source
 
 
-def compile_partitioned(partitioned: Partitioned, mesh: Mesh) -> Program:
-    """The program of decisions, for the ranks that `mesh` hosts here."""
+def compile_partitioned(partitioned: Partitioned, mesh: Mesh, *, optimise: bool = False) -> Program:
+    """The program of decisions, for the ranks that `mesh` hosts here.
+
+    With `optimise` the passes run over them; a program of one op gains nothing from that.
+    """
     exchanges: list[Collective] = []
     for step in partitioned.steps:
         if isinstance(step, Map):
@@ -279,6 +330,8 @@ def compile_partitioned(partitioned: Partitioned, mesh: Mesh) -> Program:
         elif isinstance(step, Move) and step.step.is_collective:
             exchanges.append(bind(step.step, mesh))
     listings = [listing(partitioned, rank) for rank in mesh.local_ranks]
+    if optimise:
+        listings = [passes.apply(passes.LISTING, made) for made in listings]
     return Program(mesh, listings, exchanges, sequence(partitioned))
 
 
@@ -289,25 +342,9 @@ def collectives_of(traced: MappedTrace, rank: int = 0) -> Collectives:
     """The collectives of a mapped function as a table."""
     graph = traced.variant(rank).graph
     found = []
-    for node in exchanges_of(graph):
-        meta, (out,) = graph.metas[node.args[0].id], node.outs
-        assert out is not None
-        count = 1
-        for axis in node.args[1]:
-            count *= traced.mesh.axis_size(axis)
-        received = {"psum": 2 * meta.nbytes * (count - 1) // count}.get(
-            collective_name(node) or "", graph.metas[out].nbytes * (count - 1) // count
-        )
-        found.append(
-            CollectiveInfo(
-                collective_name(node) or "",
-                tuple(node.args[1]),
-                received,
-                str(meta),
-                "called",
-                str(node.origin),
-            )
-        )
+    for node, wire in zip(exchanges_of(graph), mapped_wires(traced, rank), strict=True):
+        value = str(graph.metas[node.args[0].id])
+        found.append(CollectiveInfo(wire.kind, wire.axes, wire.received, value, "called", str(node.origin)))
     return Collectives(found)
 
 

@@ -28,7 +28,7 @@ from ..._compat import (
     is_mutable,
     no_modes,
 )
-from ..._errors import TraceError, VescaleError, explain
+from ..._errors import ShardingError, TraceError, VescaleError, explain
 from ..layout import Layout
 from ..mesh import Mesh
 from ..placements import P
@@ -41,12 +41,22 @@ _HERE = __file__.rsplit("/", 3)[0]  # the package: its frames are never the user
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 
 
+def _grouped_shape(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    grouped = x.dim() == 2 and w.dim() == 2
+    return x.new_empty((len(ends), x.shape[0], w.shape[1]) if grouped else (x.shape[0], w.shape[-1]))
+
+
+# Ops of which torch's own shape function (2.11 - 2.13) refuses dtypes that the kernels take.
+_SHAPED = {aten._grouped_mm.default: _grouped_shape}
+
+
 @dataclass(frozen=True, slots=True)
 class Pin:
     """Where a constraint puts a value, and why."""
 
     spec: P | Layout
     cause: str = ""
+    gradient: bool = False  # of a parameter
 
 
 def gradient_of(name: str) -> str:
@@ -96,6 +106,7 @@ class Tracing:
     modules: list[str] = field(default_factory=list)  # the stack of running modules, by path
     seen: dict[torch.nn.Module, str] = field(default_factory=dict)  # paths of the modules that ran
     roots: dict[torch.nn.Module, None] = field(default_factory=dict)  # those not called by another one
+    device: torch.device | None = None  # for which closed-over tensors on the meta device stand
 
 
 _current: ContextVar[Tracing | None] = ContextVar("vescale_trace", default=None)
@@ -141,6 +152,8 @@ def trace(
         raise
     except data_dependent_errors() as error:
         raise _data_dependent(recorder, error) from error
+    except RuntimeError as error:
+        raise _explained(recorder, error) or error from error
     finally:
         _current.reset(token)
     return functionalise(recorder.finish(results, tracing))
@@ -156,7 +169,7 @@ def _counting_versions() -> Iterator[None]:
 
 @contextmanager
 def within(tracing: Tracing) -> Iterator[None]:
-    """Inside, a function runs on real values as `tracing` says: transforms find it, activations are pinned."""
+    """Inside, a function runs on real values: transforms find `tracing`, activations are pinned."""
     token = _current.set(tracing)
     try:
         with _module_stack(tracing):
@@ -199,15 +212,18 @@ class _Recorder(TorchDispatchMode):
             self.check_inputs()
             self.wrote = ""
         self.line = user_line()
+        if is_strided_view(func):
+            check_memory(func, args, kwargs, self.line)
         args, kwargs = self.lift(args), {name: self.lift(value) for name, value in kwargs.items()}
         if func is aten._local_scalar_dense.default and id(args[0]) in self.ids:
             known = self.known_value(self.ids[id(args[0])])
             if known is not None:
                 return known
-        result = func(*args, **kwargs)
+        result = _SHAPED.get(func, func)(*args, **kwargs)
         if is_mutable(func):
             self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        self.check_strided(func, outs)
         if self.tracing.observer is not None:
             self.tracing.observer.call(func, (*args, *kwargs.values()), outs)
         node = Node(
@@ -273,10 +289,9 @@ class _Recorder(TorchDispatchMode):
                             remedy="pass it as an argument",
                         )
                     )
+                device = self.tracing.device if value.is_meta and self.tracing.device else value.device
                 with _counting_versions(), self.fake_mode:
-                    fake = torch.empty_strided(
-                        value.shape, value.stride(), dtype=value.dtype, device=value.device
-                    )
+                    fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
                 self.hidden[id(value)] = (self.number(fake), value, fake, _version(value))
             return self.hidden[id(value)][2]
         if isinstance(value, (tuple, list)):
@@ -307,6 +322,18 @@ class _Recorder(TorchDispatchMode):
                 )
             )
         return value
+
+    def check_strided(self, func: OpOverload, outs: Sequence[Any]) -> None:
+        for out in outs:
+            if isinstance(out, torch.Tensor) and out.layout is not torch.strided:
+                raise TraceError(
+                    explain(
+                        f"{func} makes a tensor of the layout {out.layout}",
+                        where=self.line,
+                        rule="values are dense: how many elements a sparse one has depends on data",
+                        remedy="use a mask, or indices of a static number",
+                    )
+                )
 
     def check_inputs(self) -> None:
         for path, fake in zip(self.paths, self.fakes, strict=True):
@@ -348,6 +375,29 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def is_strided_view(op: OpOverload) -> bool:
+    """Whether the op is as_strided or one of its kind, which address memory and not elements."""
+    return op.overloadpacket.__name__.startswith("as_strided")
+
+
+def check_memory(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], where: str) -> None:
+    """Raises ShardingError when as_strided would see memory other than its operand's elements in order."""
+    names = (*(("src",) if "scatter" in op.name() else ()), "size", "stride", "storage_offset")
+    given = dict(zip(names, args[1:])) | kwargs
+    base, offset = args[0], given.get("storage_offset") or 0
+    last = offset + sum((size - 1) * step for size, step in zip(given["size"], given["stride"], strict=True))
+    if base.is_contiguous() and not base.storage_offset() and (last < base.numel() or 0 in given["size"]):
+        return
+    raise ShardingError(
+        explain(
+            f"{op} of a tensor whose elements are not all of its memory, in order",
+            where=where,
+            rule="strides are those of one device's memory: pieces have others",
+            remedy="use view, permute, slicing or unfold, or take it of x.contiguous()",
+        )
+    )
+
+
 def user_line() -> str:
     """file:line of the innermost frame that is neither torch's nor ours."""
     frame = sys._getframe(1)
@@ -373,6 +423,23 @@ def _data_dependent(recorder: _Recorder, error: BaseException) -> TraceError:
             remedy="use torch.where or a mask, or pass the number as a static Python argument",
         )
     )
+
+
+def _explained(recorder: _Recorder, error: RuntimeError) -> TraceError | None:
+    """What an error of torch's means here; None for those that a call on one device raises as well."""
+    text = str(error)
+    if "data pointer" in text:  # an op that reads values without a call that could be seen
+        return _data_dependent(recorder, error)
+    if "setup_context staticmethod" in text:
+        return TraceError(
+            explain(
+                "a torch.autograd.Function whose forward takes `ctx`",
+                where=recorder.line or user_line(),
+                rule="gradients are those of torch.func, which needs forward and setup_context apart",
+                remedy="give the Function a setup_context, or use an op without it",
+            )
+        )
+    return None
 
 
 @contextmanager

@@ -150,12 +150,13 @@ def counts_once(call: LocalCall, operand: int) -> bool:
     return not any(coordinate[axis] for axis in result.partials if axis not in layout.partials)
 
 
-def unsharded(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
+def unsharded(node: Node, metas: Sequence[TensorMeta], **options: Any) -> Pattern:
     """Every dim is whole: for calls of an op of which a rank can't do a part."""
-    return trailing(
-        node, metas, ([len(meta.shape) for meta in operand_metas(node, metas)],
-                      [len(shape) for shape in result_shapes(node, metas)])
-    )  # fmt: skip
+    counts = (
+        [len(meta.shape) for meta in operand_metas(node, metas)],
+        [len(shape) for shape in result_shapes(node, metas)],
+    )
+    return trailing(node, metas, counts, **options)
 
 
 def own_range(layout: Layout, dim: int, rank: int) -> tuple[int, int] | None:

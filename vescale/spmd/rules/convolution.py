@@ -45,10 +45,10 @@ def _whole(sizes: dict[str, int]) -> frozenset[str]:
     return frozenset(name for name in sizes if name not in ("n", "g", "i", "o"))
 
 
-@rule([aten.convolution.default, aten._convolution.default, aten.convolution_overrideable.default])
+@rule([aten.convolution.default, aten._convolution.default])
 def convolution(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     shapes = [meta.shape for meta in operand_metas(node, metas)]
-    x, weight, output, bias, sizes, slid = _channels(*shapes[:2], node.args[6], node.args[8])
+    x, weight, output, bias, sizes, slid = _channels(shapes[0], shapes[1], node.args[6], node.args[8])
     result = (*output, *slid("y", metas[node.outs[0] or 0].shape))
     biased = isinstance(node.args[2], Ref)
     with_bias = frozenset((2,)) if biased else frozenset()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..program.ir import Node, Ref, TensorMeta
-from .notation import ALL_DIMS, Dims, Pattern, operand_metas, overloads, result_shapes, rule
+from .notation import ALL_DIMS, Dims, Pattern, operand_metas, overloads, result_shapes, rule, rule_for_tag
 
 aten = torch.ops.aten
 
@@ -36,120 +36,29 @@ def broadcast_pattern(node: Node, metas: Sequence[TensorMeta], **options: Any) -
     )
 
 
+# What torch tags as pointwise has this rule (see `find_rule`); these it forgot to tag, or tags in part.
 @rule(
-    overloads(
-        *(
-            aten.abs,
-            aten.acos,
-            aten.asin,
-            aten.atan,
-            aten.atan2,
-            aten.ceil,
-            aten.clamp,
-            aten.clamp_max,
-            aten.clamp_min,
-            aten.cos,
-            aten.cosh,
-            aten.erf,
-            aten.erfinv,
-            aten.exp,
-            aten.expm1,
+    [
+        *overloads(
+            *(aten.rsub, aten.floor_divide, aten.log_sigmoid_forward, aten.hardswish, aten.real, aten.imag),
+            *(aten.complex, aten.polar, aten.fill, aten.copy, aten._prelu_kernel),
+            *(
+                aten.elu_backward,
+                aten.hardshrink_backward,
+                aten.hardsigmoid_backward,
+                aten.hardswish_backward,
+            ),
+            *(aten.hardtanh_backward, aten.infinitely_differentiable_gelu_backward, aten.leaky_relu_backward),
+            *(aten.log_sigmoid_backward, aten.mish_backward, aten._prelu_kernel_backward),
+            *(aten.rrelu_with_noise_backward, aten.softplus_backward, aten.softshrink_backward),
         ),
-        *(
-            aten.floor,
-            aten.fmod,
-            aten.frac,
-            aten.log,
-            aten.log10,
-            aten.log1p,
-            aten.log2,
-            aten.logit,
-            aten.pow,
-            aten.reciprocal,
-            aten.remainder,
-            aten.round,
-            aten.rsqrt,
-            aten.rsub,
-            aten.sigmoid,
-        ),
-        *(
-            aten.sign,
-            aten.sin,
-            aten.sinh,
-            aten.sqrt,
-            aten.tan,
-            aten.tanh,
-            aten.trunc,
-            aten.relu,
-            aten.gelu,
-            aten.silu,
-            aten.elu,
-            aten.leaky_relu,
-            aten.hardtanh,
-            aten.softplus,
-            aten.mish,
-        ),
-        *(
-            aten.gelu_backward,
-            aten.silu_backward,
-            aten.tanh_backward,
-            aten.sigmoid_backward,
-            aten.threshold_backward,
-            aten.elu_backward,
-            aten.leaky_relu_backward,
-            aten.softplus_backward,
-        ),
-        *(
-            aten.eq,
-            aten.ne,
-            aten.lt,
-            aten.le,
-            aten.gt,
-            aten.ge,
-            aten.isnan,
-            aten.isinf,
-            aten.isfinite,
-            aten.maximum,
-            aten.minimum,
-            aten.floor_divide,
-        ),
-        *(
-            aten.logical_and,
-            aten.logical_or,
-            aten.logical_not,
-            aten.logical_xor,
-            aten.bitwise_and,
-            aten.bitwise_or,
-            aten.bitwise_not,
-            aten.bitwise_xor,
-            aten.bitwise_left_shift,
-            aten.bitwise_right_shift,
-        ),
-        *(
-            aten.addcmul,
-            aten.addcdiv,
-            aten.square,
-            aten.sgn,
-            aten.nan_to_num,
-            aten.copysign,
-            aten.hypot,
-            aten.erfc,
-        ),
-        *(aten.exp2, aten.lgamma, aten.digamma, aten.log_sigmoid_forward, aten.asinh, aten.acosh, aten.atanh),
-        *(
-            aten.signbit,
-            aten.real,
-            aten.imag,
-            aten.xlogy,
-            aten.hardsigmoid,
-            aten.hardswish,
-            aten.fmax,
-            aten.fmin,
-        ),
-    )
+    ]
 )
 def elementwise(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return broadcast_pattern(node, metas)
+
+
+rule_for_tag(torch.Tag.pointwise, elementwise)
 
 
 @rule(overloads(aten.add, aten.sub, aten.lerp))
@@ -173,17 +82,17 @@ def linear_in_first(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return broadcast_pattern(node, metas, linear=(frozenset((0,)),) if first else ())
 
 
-@rule(overloads(aten.fill))
-def fill(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
-    return broadcast_pattern(node, metas)
-
-
 @rule([aten.div.Tensor_mode, aten.div.Scalar_mode])
 def rounded_division(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return broadcast_pattern(node, metas)
 
 
-@rule([aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default])
+@rule(
+    [
+        *(aten.detach.default, aten.detach_copy.default, aten.alias.default, aten.alias_copy.default),
+        *(aten.lift_fresh.default, aten.lift_fresh_copy.default),
+    ]
+)
 def identity(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return broadcast_pattern(node, metas, linear=(frozenset((0,)),), view=True)
 

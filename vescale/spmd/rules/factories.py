@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ..program.ir import Node, TensorMeta
-from .notation import LocalCall, Pattern, overloads, result_shapes, rule, source
+from .notation import LocalCall, Pattern, operand_metas, overloads, result_shapes, rule, source
 
 aten = torch.ops.aten
 
 _FILL = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+_FILL |= {"_efficientzerotensor": 0}  # a derivative that is zero: memory of its own, like any other value
 _FILL_ARGUMENT = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
 
 
@@ -50,15 +51,27 @@ source(
         aten.new_ones,
         aten.new_full,
         aten.scalar_tensor,
+        aten._efficientzerotensor,
     ),
     _fill,
 )
-source(overloads(aten.empty, aten.empty_like, aten.new_empty), _empty)
+source(
+    overloads(
+        aten.empty,
+        aten.empty_like,
+        aten.empty_permuted,
+        aten.empty_strided,
+        aten.new_empty,
+        aten.new_empty_strided,
+    ),
+    _empty,
+)
 
 
-@rule([*overloads(aten.arange, aten.eye, aten.linspace)])
+@rule([*overloads(aten.arange, aten.eye, aten.linspace, aten.logspace)])
 def sequence(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     # Whole: the factors of the result are in no operand, so nothing is ever proposed for them.
     (shape,) = result_shapes(node, metas)
+    ends = len(operand_metas(node, metas))  # the ends of the range, when they are tensors: 0-d
     sizes = {f"r{dim}": size for dim, size in enumerate(shape)}
-    return Pattern((), (tuple((name,) for name in sizes),), sizes)
+    return Pattern(((),) * ends, (tuple((name,) for name in sizes),), sizes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -51,4 +53,12 @@ def layer_norm_backward(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
         sizes,
         sum=leading,
         whole=whole,
+        local=lambda call: replace(call, fn=_with_dense_statistics),
+    )
+
+
+def _with_dense_statistics(gradient: Any, x: Any, shape: Any, mean: Any, deviation: Any, *rest: Any) -> Any:
+    """torch reads them as if they were contiguous; a slice of an inner dim isn't."""
+    return aten.native_layer_norm_backward(
+        gradient, x, shape, mean.contiguous(), deviation.contiguous(), *rest
     )

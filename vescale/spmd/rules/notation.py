@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from ..._compat import OpOverload
 from ..layout import Layout
 from ..program.ir import Node, Ref, TensorMeta
@@ -118,12 +120,21 @@ class Pattern:
 
 Rule = Callable[[Node, Sequence[TensorMeta]], Pattern]
 _rules: dict[OpOverload, Rule] = {}
+_rules_for_tags: dict[torch.Tag, Rule] = {}
 _sources: set[OpOverload] = set()
 
 
 def find_rule(op: OpOverload) -> Rule | None:
-    """The rule of an op, None when there is none."""
-    return _rules.get(op)
+    """The rule of an op, else that of a tag which torch gives it; None when there is none."""
+    found = _rules.get(op)
+    if found is None and torch.Tag.nondeterministic_seeded not in op.tags:
+        return next((made for tag, made in _rules_for_tags.items() if tag in op.tags), None)
+    return found
+
+
+def rule_for_tag(tag: torch.Tag, made: Rule) -> None:
+    """Registers the rule of all ops with a tag that have none of their own."""
+    _rules_for_tags[tag] = made
 
 
 def is_source(op: OpOverload) -> bool:

@@ -1,17 +1,18 @@
-"""Keyed draws: each rank computes the bits of its own elements only, from their global indices."""
+"""Keyed draws: each rank computes its own elements only, from their global indices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from ... import rng as _rng  # noqa: F401  (defines the ops)
 from ..._errors import ShardingError, explain
+from ...rng.numbers import compressed
 from ..layout import Layout
-from ..locals import flat_indices
 from ..program.ir import Node, TensorMeta
 from .elementwise import broadcast_pattern
 from .notation import LocalCall, Pattern, rule, source
@@ -31,22 +32,29 @@ def refused(node: Node) -> ShardingError:
     )
 
 
-def _own_bits(call: LocalCall) -> LocalCall:
-    key, _, width = call.args
+def _own_numbers(call: LocalCall) -> LocalCall:
+    key, _, kind = call.args
     (layout,) = call.results
     if not layout.spec.items():
         return call
-    return replace(call, fn=_bits_at, args=(key, layout, call.rank, width), kwargs={})
+    return replace(call, fn=own_draw(layout, call.rank, kind), args=(key,), kwargs={})
 
 
-def _bits_at(key: Any, layout: Layout, rank: int, width: int) -> Any:
-    return ops.random_bits_at(key, flat_indices(layout, rank), width)
+@lru_cache(maxsize=1024)
+def own_draw(layout: Layout, rank: int, kind: str) -> Callable[[Any], Any]:
+    """key -> the elements of a draw that `rank` has; which those are is worked out here, once."""
+    runs, shape, draw_at = compressed(layout.regions(rank)), layout.local_shape(rank), ops.draw_at.default
+
+    def draw_own(key: Any) -> Any:
+        return draw_at(key, runs, shape, kind)
+
+    return draw_own
 
 
-source([ops.random_bits.default], _own_bits)
-rule(ops.derive_keys.default, "1, ... -> ... 1".replace("1", "w"), whole="w")
+source([ops.draw.default], _own_numbers)
+rule(ops.derive_keys.default, "w, ... -> ... w", whole="w")
 
 
-@rule([ops.normal_from_bits.default])
-def normal_from_bits(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
+@rule([ops.normal_from_bits.default, ops.scale_bits.default])
+def from_bits(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return broadcast_pattern(node, metas)

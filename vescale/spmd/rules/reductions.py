@@ -87,6 +87,12 @@ def sum_(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     )
 
 
+@rule([aten.nansum.default, *overloads(aten.count_nonzero)])
+def sum_of_some(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
+    ndim = len(operand_metas(node, metas)[0].shape)
+    return reduction_pattern(node, metas, reduced_dims(node, ndim), argument(node, 2, "keepdim", False))
+
+
 @rule([aten.mean.default, aten.mean.dim])
 def mean(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     shape = operand_metas(node, metas)[0].shape
@@ -216,6 +222,29 @@ def _beaten(dtype: torch.dtype, reduction: str) -> Any:
     if dtype is torch.bool:
         return reduction == "min"
     return torch.iinfo(dtype).min if reduction == "max" else torch.iinfo(dtype).max
+
+
+@rule(aten.aminmax.default)
+def aminmax(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
+    """Over a split dim: two reductions, of which one rank's parts differ in kind."""
+
+    def apart(x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+        along = [] if dim is None else [dim]
+        return torch.amin(x, along, keepdim), torch.amax(x, along, keepdim)
+
+    ndim, keepdim = len(operand_metas(node, metas)[0].shape), node.kwargs.get("keepdim", False)
+    made = reduction_pattern(node, metas, reduced_dims(node, ndim), keepdim, apart=apart)
+    return replace(made, ragged=1, local=None)
+
+
+@rule(aten.renorm.default)
+def renorm(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
+    """Each slice along a dim is scaled by its own norm."""
+    shape = operand_metas(node, metas)[0].shape
+    dims: Dims = tuple((f"d{dim}",) for dim in range(len(shape)))
+    sizes = {f"d{dim}": size for dim, size in enumerate(shape)}
+    whole = frozenset(sizes) - {f"d{node.args[2] % len(shape)}"}
+    return Pattern((dims,), (dims,), sizes, whole=whole)
 
 
 @rule([*overloads(aten.any, aten.all)])

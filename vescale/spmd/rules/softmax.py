@@ -57,13 +57,23 @@ def softmax(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     shape = operands[0].shape
     dims: Dims = tuple((f"d{dim}",) for dim in range(len(shape)))
     sizes = {f"d{dim}": size for dim, size in enumerate(shape)}
-    return Pattern(
-        (dims,) * len(operands),
-        (dims,),
-        sizes,
-        expand={f"d{node.args[position] % len(shape)}": apart} if shape else {},
-        ragged=1,
-    )
+    if not shape:
+        return Pattern((dims,) * len(operands), (dims,), sizes)
+    dim = node.args[position] % len(shape)
+    if not shape[dim]:  # nothing has no maximum
+        return Pattern((dims,) * len(operands), (dims,), sizes, whole=frozenset((f"d{dim}",)))
+    expand = {f"d{dim}": apart}
+    return Pattern((dims,) * len(operands), (dims,), sizes, expand=expand, ragged=1)
+
+
+@rule(aten._safe_softmax.default)
+def safe_softmax(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
+    """The softmax whose rows of -inf are zeros: its dim is whole."""
+    (operand,) = operand_metas(node, metas)
+    dims: Dims = tuple((f"d{dim}",) for dim in range(len(operand.shape)))
+    sizes = {f"d{dim}": size for dim, size in enumerate(operand.shape)}
+    whole = frozenset((f"d{node.args[1] % len(dims)}",)) if dims else frozenset()
+    return Pattern((dims,), (dims,), sizes, whole=whole)
 
 
 # Cross entropy: logits (n c), targets (n). A mean divides by the number of targets that count, a global one.
@@ -122,9 +132,12 @@ def nll_loss(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     sizes = dict(zip("nc"[2 - len(shape) :], shape, strict=True))
     target: Dims = dims[:-1]
     operands = (dims, target) if weight is None else (dims, target, dims[-1:])
-    if reduction not in (MEAN, SUM) or weight is not None or len(shape) == 1:
+    if reduction not in (MEAN, SUM) or len(shape) == 1:
         results: tuple[Dims, ...] = (target if reduction == 0 else (), ())
         return Pattern(operands, results, sizes, whole=frozenset(sizes) if reduction else frozenset("c"))
+    if weight is not None:  # the weight of each target is looked up: classes are whole
+        expand = {"n": _weighted_mean_apart} if reduction == MEAN else {}
+        return Pattern(operands, ((), ()), sizes, sum=frozenset("n"), whole=frozenset("c"), expand=expand)
     expand = {"n": _mean_apart, "c": _mean_apart} if reduction == MEAN else {}
     return Pattern(
         operands,
@@ -135,6 +148,40 @@ def nll_loss(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
         contiguous=frozenset("c"),
         local=_own_classes,
     )
+
+
+def _weighted_mean_apart(log_probs: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+    op = aten.nll_loss_forward if log_probs.dim() == 2 else aten.nll_loss2d_forward
+    total, weights = op(log_probs, target, weight, SUM, ignore_index)
+    return total / weights, weights
+
+
+@rule(aten.nll_loss2d_forward.default)
+def nll_loss2d(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
+    """A target a pixel: (n c y x), (n y x). Classes are whole."""
+    dims, sizes = _pixels(operand_metas(node, metas)[0].shape)
+    weight, reduction = node.args[2], node.args[3]
+    rows = (dims[0], *dims[2:])
+    operands = (dims, rows) if weight is None else (dims, rows, dims[1:2])
+    if reduction == 0:
+        return Pattern(operands, (rows, ()), sizes, whole=frozenset("c"))
+    some = frozenset("nyx")
+    expand = dict.fromkeys(some, _weighted_mean_apart) if reduction == MEAN else {}
+    return Pattern(operands, ((), ()), sizes, sum=some, whole=frozenset("c"), expand=expand)
+
+
+@rule(aten.nll_loss2d_backward.default)
+def nll_loss2d_backward(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
+    dims, sizes = _pixels(operand_metas(node, metas)[1].shape)
+    weight, reduction = node.args[3], node.args[4]
+    rows = (dims[0], *dims[2:])
+    weights = () if weight is None else (dims[1:2],)
+    gradient: Dims = rows if reduction == 0 else ()
+    return Pattern((gradient, dims, rows, *weights, ()), (dims,), sizes, whole=frozenset("c"))
+
+
+def _pixels(shape: tuple[int, ...]) -> tuple[Dims, dict[str, int]]:
+    return tuple((name,) for name in "ncyx"), dict(zip("ncyx", shape, strict=True))
 
 
 @rule(aten.nll_loss_backward.default)

@@ -87,7 +87,7 @@ def regroup(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims, d
     return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes, whole
 
 
-@rule([aten.view.default, aten._unsafe_view.default, aten.reshape.default])
+@rule([aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default])
 def view(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     source, target = operand_metas(node, metas)[0].shape, result_shapes(node, metas)[0]
     if 0 in source:
@@ -132,13 +132,13 @@ def _permuted(node: Node, metas: Sequence[TensorMeta], order: Sequence[int]) -> 
     )
 
 
-@rule(aten.t.default)
+@rule([aten.t.default, aten.t_copy.default])
 def t(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     ndim = len(operand_metas(node, metas)[0].shape)
     return _permuted(node, metas, tuple(reversed(range(ndim))))
 
 
-@rule(aten.transpose.int)
+@rule([aten.transpose.int, aten.transpose_copy.int])
 def transpose(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     ndim = len(operand_metas(node, metas)[0].shape)
     order = list(range(ndim))
@@ -148,20 +148,20 @@ def transpose(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return _permuted(node, metas, order)
 
 
-@rule(aten.permute.default)
+@rule([aten.permute.default, aten.permute_copy.default])
 def permute(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     ndim = len(operand_metas(node, metas)[0].shape)
     return _permuted(node, metas, [dim % ndim for dim in node.args[1]])
 
 
-@rule(aten.unsqueeze.default)
+@rule([aten.unsqueeze.default, aten.unsqueeze_copy.default])
 def unsqueeze(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     dims, sizes = _dims(operand_metas(node, metas)[0].shape)
     at = node.args[1] % (len(dims) + 1)
     return Pattern((tuple(dims),), ((*dims[:at], (), *dims[at:]),), sizes, linear=FIRST, view=True, ragged=1)
 
 
-@rule(overloads(aten.squeeze))
+@rule(overloads(aten.squeeze, aten.squeeze_copy))
 def squeeze(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     shape = operand_metas(node, metas)[0].shape
     _, sizes = _dims(shape)
@@ -190,7 +190,7 @@ def squeeze(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     )
 
 
-@rule(aten.expand.default)
+@rule([aten.expand.default, aten.expand_copy.default])
 def expand(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     source, target = operand_metas(node, metas)[0].shape, result_shapes(node, metas)[0]
     dims, sizes = _dims(target)
@@ -201,7 +201,7 @@ def expand(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     )
 
 
-@rule(aten.slice.Tensor)
+@rule([aten.slice.Tensor, aten.slice_copy.Tensor])
 def slice_(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     source, target = operand_metas(node, metas)[0].shape, result_shapes(node, metas)[0]
     dims, sizes = _dims(source)
@@ -229,7 +229,7 @@ def slice_(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     )
 
 
-@rule(aten.select.int)
+@rule([aten.select.int, aten.select_copy.int])
 def select(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     dims, sizes = _dims(operand_metas(node, metas)[0].shape)
     dim = node.args[1] % len(dims)
@@ -244,7 +244,7 @@ def select(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     )
 
 
-@rule(aten.unbind.int)
+@rule([aten.unbind.int, aten.unbind_copy.int])
 def unbind(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     dims, sizes = _dims(operand_metas(node, metas)[0].shape)
     dim = (node.args[1] if len(node.args) > 1 else 0) % len(dims)
@@ -260,7 +260,10 @@ def unbind(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     )
 
 
-@rule([aten.split.Tensor, aten.split_with_sizes.default])
+_SPLITS = ("split", "split_copy", "split_with_sizes", "split_with_sizes_copy", "unsafe_split")
+
+
+@rule([*overloads(*(getattr(aten, name) for name in (*_SPLITS, "unsafe_split_with_sizes")))])
 def split(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     """Equal sections are a factor of their own, so a shard interleaved by sections stays where it is."""
     shape = operand_metas(node, metas)[0].shape

@@ -1,0 +1,101 @@
+"""Lowered: a decided program that has not run, and what can be asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from .program.cost import CostAnalysis, Rates
+from .program.memory import MemoryAnalysis, kinds_of, memory_analysis
+from .program.partition import Move, Partitioned
+from .program.program import Collectives, as_text, collectives, listing, source_of
+from .program.replay import Replay, replay
+from .program.wire import wires
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is known of a program's inputs: `paths` by value, which are parameters, which are consumed."""
+
+    paths: Mapping[int, str] = field(default_factory=dict)
+    parameters: frozenset[int] = frozenset()
+    donated: frozenset[int] = frozenset()
+    device: torch.device | None = None
+
+
+class Lowered:
+    """What `fn` does on the mesh, for arguments like those given: decided, for all ranks, and not run.
+
+    >>> import torch, vescale as vs
+    >>> mesh = vs.AbstractMesh(("dp",), (4096,))
+    >>> plan = vs.Plan(mesh, inputs={"x": vs.P(dp=vs.Shard(0))})
+    >>> x, w = torch.empty(8192, 64, device="meta"), torch.empty(64, 32, device="meta")
+    >>> lowered = vs.parallelize(lambda x, w: (x @ w).sum(), plan).lower(x, w)
+    >>> lowered.cost_analysis().flops == 2 * 2 * 64 * 32
+    True
+    >>> print(lowered.memory_analysis())  # doctest: +ELLIPSIS
+    peak of rank 0 ...
+    """
+
+    def __init__(self, partitioned: Partitioned, inputs: Inputs | None = None) -> None:
+        self._partitioned, self._inputs = partitioned, inputs or Inputs()
+        self._replays: dict[int, Replay] = {}
+
+    def as_text(self) -> str:
+        """The program, one instruction a line, with the layout of each value and where it came from."""
+        return as_text(self._partitioned)
+
+    def source(self, rank: int = 0) -> str:
+        """The generated Python of a rank of the mesh."""
+        return source_of(self._partitioned, rank)
+
+    def collectives(self) -> Collectives:
+        """Each collective in order: kind, axes, bytes that rank 0 receives, cause and source line."""
+        return collectives(self._partitioned)
+
+    def cost_analysis(self, rank: int = 0) -> CostAnalysis:
+        """What a rank computes, touches and sends: floating-point operations and bytes, by region."""
+        return CostAnalysis(rank, self._replay(rank).events)
+
+    def memory_analysis(self, rank: int = 0) -> MemoryAnalysis:
+        """What a rank holds, instruction by instruction, and the peak by kind, in bytes."""
+        inputs, partitioned = self._inputs, self._partitioned
+        kinds = {
+            number: "parameters" if number in inputs.parameters else "arguments"
+            for number in partitioned.inputs
+        }
+        gathered = set(inputs.parameters)
+        for step in partitioned.steps:
+            if isinstance(step, Move) and step.source in gathered:
+                gathered.add(step.target)
+        named = dict.fromkeys(gathered, "gathered parameters") | kinds
+        kind_of = kinds_of(named, partitioned.gradients, partitioned.outputs)
+        return memory_analysis(self._replay(rank), rank, kind_of, inputs.paths)
+
+    def visualize(self, path: str | Path, rank: int = 0, rates: Rates | None = None) -> None:
+        """Draw the memory of a rank over time, and what it computes and exchanges, to a PNG or SVG file.
+
+        Times are estimates, by `rates` (operations and bytes a second), which the picture states. Raises
+        ArgumentError when matplotlib is not installed.
+        """
+        from .draw_program import draw
+
+        draw(self.cost_analysis(rank), self.memory_analysis(rank), path, rates or Rates())
+
+    def _replay(self, rank: int) -> Replay:
+        if rank not in self._replays:
+            made, inputs = listing(self._partitioned, rank), self._inputs
+            held = [number for number in made.inputs if number not in inputs.donated]
+            self._replays[rank] = replay(
+                made.instructions,
+                made.inputs,
+                made.outputs,
+                made.looks,
+                wires(self._partitioned, rank),
+                held=held,
+                device=inputs.device,
+            )
+        return self._replays[rank]
