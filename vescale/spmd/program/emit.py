@@ -19,7 +19,7 @@ class Call:
     """A local call. `outs` number its results (None: unused); `unpack` when it returns several.
 
     `overwrites` is empty, or says for each result of which operand it takes the memory: the call writes
-    there, and the operand is no value any more.
+    there, and the operand is no value any more. `fresh`: results are known to have memory of their own.
     """
 
     fn: Callable[..., Any]
@@ -29,6 +29,7 @@ class Call:
     unpack: bool
     origin: Origin
     overwrites: tuple[int, ...] = ()
+    fresh: bool = False
 
     def reads(self) -> Iterator[int]:
         """The values that the call reads, in the order of its arguments."""
@@ -79,7 +80,9 @@ def emit(step: Compute | Move | Local, partitioned: Partitioned, rank: int) -> I
     """The instruction of `rank` for a step."""
     if isinstance(step, Local):
         operands = tuple(Ref(number) for number in step.operands)
-        return Call(step.make(rank), operands, {}, step.results, True, step.origin)
+        overwrites = step.operands[:1] if step.writes else ()
+        fresh = not (step.shares or step.writes)
+        return Call(step.make(rank), operands, {}, step.results, True, step.origin, overwrites, fresh)
     if isinstance(step, Move):
         if step.step.is_collective:
             return Exchange(step.source, step.target, step.origin)
