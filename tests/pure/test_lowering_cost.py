@@ -1,4 +1,7 @@
-"""What lowering costs: a few milliseconds a node, whatever the number of ranks. Generous: others use the machine."""
+"""What lowering costs: a few milliseconds a node, whatever the number of ranks.
+
+The bounds are generous, and ratios where they can be: other work shares the machine.
+"""
 
 import time
 import tracemalloc
