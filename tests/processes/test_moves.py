@@ -243,7 +243,7 @@ def bytes_on_the_wire():
         P(tp=Shard(0), dp=UNITS),
         P(dp=strided, tp=Shard(1)),
     ]
-    specs += [P(dp=Partial(), tp=Shard(0))]
+    specs += [P(dp=Partial(), tp=Shard(0)), P(dp=Partial(), tp=Partial())]
     received, real = [], dist.all_to_all_single
 
     def count(recv, send, out_splits, in_splits, group):
@@ -254,7 +254,7 @@ def bytes_on_the_wire():
     dist.all_to_all_single = count
     try:
         for src in specs:
-            for dst in specs[:-1]:
+            for dst in specs[:-2]:
                 a, b = (Layout(mesh.abstract, spec, (8, 4)) for spec in (src, dst))
                 received.clear()
                 vs.DTensor([torch.zeros(a.local_shape(mesh.rank))], mesh, a).redistribute(dst)

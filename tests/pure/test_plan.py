@@ -65,10 +65,10 @@ def test_every_parameter_that_does_not_fit_is_named():
 def test_it_prints_as_a_table():
     plan = Plan(MESH, {"head": Staged(init=CUT, run=P()), r".*\.weight": ROWS})
     assert [re.split(r"  +", line) for line in str(plan.resolve(TREE)).split("\n")] == [
-        ["parameter", "shape", "at rest", "in use", "rule"],
-        ["blocks.0.fc.bias", "(8,)", "P()", "same", "-"],
-        ["blocks.0.fc.weight", "(8, 4)", "P(tp=Shard(0))", "same", r".*\.weight"],
-        ["head", "(4, 4)", str(CUT), "P()", "head"],
+        ["parameter", "shape", "at rest", "in use", "on rank 0", "rule"],
+        ["blocks.0.fc.bias", "(8,)", "P()", "same", "(8,) 32 B", "-"],
+        ["blocks.0.fc.weight", "(8, 4)", "P(tp=Shard(0))", "same", "(4, 4) 64 B", r".*\.weight"],
+        ["head", "(4, 4)", str(CUT), "P()", "(3, 4) 48 B", "head"],
     ]
 
 

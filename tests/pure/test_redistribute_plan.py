@@ -15,6 +15,9 @@ MESH = AbstractMesh(("dp", "tp"), (2, 4))
 RAGGED_A, RAGGED_B = RaggedShard((0,), (3, 5)), RaggedShard((0,), (1, 3))
 RAGGED_C = RaggedShard((0,), (1, 1))
 
+# Bytes an element, for all-reduces that are no gathers of a few numbers.
+LARGE = 1 << 20
+
 
 def steps(src, dst, shape=(8, 16), mesh=MESH):
     return plan(Layout(mesh, src, shape), Layout(mesh, dst, shape))
@@ -33,9 +36,10 @@ def steps(src, dst, shape=(8, 16), mesh=MESH):
         (P(dp=Shard(0), tp=Shard(1)), P(dp=Shard(0)), "all_gather", ("tp",), 48),
         (P(tp=Shard(0), dp=RAGGED_B), P(tp=Shard(0)), "all_gather", ("dp",), None),
         # One reduction over the flattened group.
+        # A small all-reduce is a gather of all contributions.
         (P(dp=Partial()), P(), "all_reduce", ("dp",), 128),
-        (P(dp=Partial(), tp=Partial()), P(), "all_reduce", ("dp", "tp"), 2 * 112),
-        (P(dp=Partial("max"), tp=Partial("max")), P(), "all_reduce", ("dp", "tp"), 2 * 112),
+        (P(dp=Partial(), tp=Partial()), P(), "all_reduce", ("dp", "tp"), 7 * 128),
+        (P(dp=Partial("max"), tp=Partial("max")), P(), "all_reduce", ("dp", "tp"), 7 * 128),
         (P(dp=Partial()), P(dp=Shard(0)), "reduce_scatter", ("dp",), 64),
         (P(dp=Partial()), P(dp=Shard(1)), "reduce_scatter", ("dp",), 64),
         (P(dp=Partial()), P(dp=RAGGED_A), "reduce_scatter", ("dp",), 48),
@@ -126,7 +130,8 @@ def test_axes_of_one_rank_need_no_collective():
 def test_bytes_of_an_uneven_all_reduce():
     (step,) = steps(P(tp=Partial()), P(), shape=(5,))
     # Chunks of 2, 2, 1, 0 elements: three times the own chunk, then the rest of the sum.
-    assert [step.bytes_moved(rank, 1) for rank in range(4)] == [6 + 3, 6 + 3, 3 + 4, 0 + 5]
+    elements = [6 + 3, 6 + 3, 3 + 4, 0 + 5]
+    assert [step.bytes_moved(rank, LARGE) for rank in range(4)] == [LARGE * n for n in elements]
 
 
 def test_layouts_of_other_tensors_are_refused():
@@ -177,7 +182,7 @@ def test_steps_form_a_chain(data):
     at = src
     for step in plan(src, dst):
         assert step.src is at
-        assert step.traffic == sum(step.bytes_moved(rank, 1) for rank in range(mesh.size))
+        assert LARGE * step.traffic == sum(step.bytes_moved(rank, LARGE) for rank in range(mesh.size))
         assert step.kind in COLLECTIVES + LOCAL
         assert not step.is_collective or step.group_size > 1
         at = step.dst

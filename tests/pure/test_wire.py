@@ -36,7 +36,7 @@ def test_all_reduces(rows):
     found = [one(P(tp=Partial()), P(), (rows,), rank) for rank in range(4)]
     if 4 * nbytes <= GATHER_BYTES:
         assert {(w.received, w.sent) for w in found} == {(3 * nbytes, 3 * nbytes)}
-        assert found[0].buffers == 2 * 4 * nbytes
+        assert found[0].buffers == (2 * 4 - 1) * nbytes  # the result is counted apart
     else:
         assert all(abs(w.received - 2 * nbytes * 3 / 4) < 64 for w in found)
     assert sum(w.sent for w in found) == sum(w.received for w in found)

@@ -257,8 +257,14 @@ def test_closed_over_tensors_need_no_values():
 
 def test_a_call_needs_values():
     fn = vs.parallelize(lambda tree: tree["a"] + 1, vs.Plan(MESH))
-    with pytest.raises(ArgumentError, match=r"argument 'tree.a' without values(.|\n)*\.lower"):
+    with pytest.raises(ArgumentError, match=r"'tree.a' without values(.|\n)*\.lower"):
         fn({"a": X.to("meta")})
+
+
+def test_a_call_needs_values_of_what_it_closes_over():
+    scale = torch.ones(4, device="meta")
+    with pytest.raises(ArgumentError, match=r"'closed-over tensor 0' without values"):
+        vs.parallelize(lambda x: x * scale, vs.Plan(MESH))(X)
 
 
 def test_a_call_needs_ranks():

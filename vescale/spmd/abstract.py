@@ -24,7 +24,7 @@ def refuse_abstract(leaves: Sequence[Any], paths: Callable[[], list[str]], where
         if isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.Tensor) and leaf.is_meta):
             raise ArgumentError(
                 explain(
-                    f"argument {paths()[index]!r} without values ({TensorMeta.of(leaf)} on {leaf.device})",
+                    f"{paths()[index]!r} without values ({TensorMeta.of(leaf)} on {leaf.device})",
                     where=where,
                     rule="a call computes; tensors on the meta device and fake ones have shapes only",
                     remedy="call .lower(...) to look at the program, or pass tensors with values",

@@ -31,6 +31,7 @@ def draw(cost: CostAnalysis, memory: MemoryAnalysis, path: str | Path, rates: Ra
     ends = list(accumulate(map(rates.seconds, cost.events)))
     scale, unit = _unit(ends[-1] if ends else 0.0, [(1.0, "s"), (1e3, "ms"), (1e6, "us")])
     starts = [scale * time for time in (0.0, *ends)]
+    each, flop = _unit(cost.flops, [(1e-15, "Pflop"), (1e-12, "Tflop"), (1e-9, "Gflop"), (1e-6, "Mflop")])
     lanes = ["device", *dict.fromkeys(event.wire.axis for event in cost.events if event.wire is not None)]
     figure = Figure(figsize=(12, 4.2 + 1.15 * len(lanes)), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1.15 * len(lanes)))
@@ -39,7 +40,7 @@ def draw(cost: CostAnalysis, memory: MemoryAnalysis, path: str | Path, rates: Ra
     lower.set_xlabel(f"estimated time, {unit}, one instruction after the other ({rates})", fontsize=9)
     lower.set_xlim(0, starts[-1] or 1)
     figure.suptitle(
-        f"rank {cost.rank}: {len(cost.events):,} instructions, {cost.flops / 1e9:,.3g} Gflop, "
+        f"rank {cost.rank}: {len(cost.events):,} instructions, {cost.flops * each:,.3g} {flop}, "
         f"{starts[-1]:.3g} {unit} by the rates",
         fontsize=11,
     )
@@ -104,7 +105,8 @@ def _labels(axes: Any, cost: CostAnalysis, starts: list[float], lanes: list[str]
         wire = cost.events[at].wire
         assert wire is not None
         centre, others = starts[at] + width / 2, taken.setdefault(wire.axis, [])
-        if len(others) >= MAX_LABELS or any(abs(centre - x) < 0.025 * starts[-1] for x in others):
+        apart = min([abs(centre - x) for x in others], default=starts[-1]) / starts[-1]
+        if len(others) >= MAX_LABELS or apart < 0.025 or not 0.01 < centre / starts[-1] < 0.99:
             continue
         others.append(centre)
         scale, unit = _unit(

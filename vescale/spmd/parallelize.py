@@ -280,6 +280,9 @@ class Parallelized:
         refuse_abstract(signature.leaves, signature.paths, self._name)
         try:
             decision = self._decide(signature)
+            hidden = [tensor for _, tensor in decision.graph.hidden]
+            names = [f"closed-over tensor {number}" for number in range(len(hidden))]
+            refuse_abstract(hidden, lambda: names, self._name)
         except Exception as error:
             give_up(mesh, error)
             raise

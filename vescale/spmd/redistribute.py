@@ -303,8 +303,10 @@ def _exchange(steps: tuple[Step, ...], mesh: Mesh) -> Collective:
     packed, in_splits = pack([[_blocks(step, me, peer) for peer in members] for step in steps])
 
     def exchange(locals: Sequence[Tensor]) -> list[Tensor]:
-        send = packed([tensor.contiguous() for tensor in locals])
-        return unpacked(all_to_all(send, in_splits, out_splits, group()))
+        # Buffers are passed on unnamed, here and below, so that each goes when it was last used.
+        return unpacked(
+            all_to_all(packed([tensor.contiguous() for tensor in locals]), in_splits, out_splits, group())
+        )
 
     return exchange
 
@@ -354,8 +356,9 @@ def _reduce_scatter(steps: tuple[Step, ...], mesh: Mesh) -> Collective:
         out_splits = [numel] * len(members)
 
         def apply(locals: Sequence[Tensor]) -> list[Tensor]:
-            send = packed([tensor.contiguous() for tensor in locals])
-            recv = all_to_all(send, in_splits, out_splits, group())
+            recv = all_to_all(
+                packed([tensor.contiguous() for tensor in locals]), in_splits, out_splits, group()
+            )
             return unpacked(reduce.tree(recv.view(len(members), numel).unbind()))
 
         return apply
@@ -389,8 +392,7 @@ def _all_reduce(steps: tuple[Step, ...], mesh: Mesh) -> Collective:
         if flat.nbytes * count <= GATHER_BYTES:
             rows = all_gather(flat, count, group()).view(count, numel)
             return unflatten(reduce.tree(rows.unbind()))
-        recv = all_to_all(flat, in_splits, [mine] * count, group())
-        total = reduce.tree(recv.view(count, mine).unbind())
+        total = reduce.tree(all_to_all(flat, in_splits, [mine] * count, group()).view(count, mine).unbind())
         if len(set(in_splits)) == 1:
             return unflatten(all_gather(total, count, group()))
         return unflatten(all_to_all(total.repeat(count), [mine] * count, in_splits, group()))

@@ -10,6 +10,8 @@
                 which it mirrors, or pending reductions done
     reduction   contributions are summed: the plan splits a dim over which an      yes
                 op contracts, and something else than a sum follows
+    transpose   a gradient leaves the layout in which the constraint on its value      yes
+                pins it too: the reverse of how the value came there
     op          an op needs a dim whole, or its operands in one layout             no
     unruled     an op has no sharding rule, and runs whole on every rank           no
 
@@ -25,7 +27,7 @@ from ..layout import Layout
 from ..redistribute_plan import Step
 from .ir import Origin
 
-REASONS = ("plan", "mapped", "called", "result", "reduction", "op", "unruled")
+REASONS = ("plan", "mapped", "called", "result", "reduction", "transpose", "op", "unruled")
 REFUSED = ("op", "unruled")
 
 
@@ -39,7 +41,7 @@ class Cause:
     user: Origin = field(default_factory=Origin)
     maker: Origin = field(default_factory=Origin)
     argument: str = ""  # the path of the value, where it is an argument
-    parameter: bool = False
+    at_rest: Layout | None = None  # where it is a parameter
 
     def reason(self, step: Step) -> str:
         """One of REASONS: the reductions that an op needs are what the plan's splits imply."""
@@ -59,9 +61,10 @@ class Cause:
                 "pin the value whose gradient this is, in the forward pass (the gradient is pinned alike): "
                 f"x = vs.constrain(x, {spec})"
             )
-        if self.argument and self.parameter and self.user.region:
-            return f"params={{{self.argument!r}: vs.Staged(init=..., run={spec})}}"
-        if self.argument and not self.parameter:
+        if self.argument and self.at_rest is not None and self.user.region:
+            path = (self.argument.partition(".")[2] or self.argument).replace(".", r"\.")
+            return f'params={{r"{path}": vs.Staged(init=vs.{self.at_rest.spec!r}, run={spec})}}'
+        if self.argument and self.at_rest is None:
             return f"inputs={{{self.argument!r}: {spec}}}, or x = vs.constrain(x, {spec}) before {line}"
         if module and module != self.maker.module:
             path = module.replace(".", r"\.")

@@ -53,7 +53,8 @@ class MemoryAnalysis:
     donated. Not counted: workspaces inside a kernel (of a matmul, or of a random draw), what an allocator
     keeps or rounds up, what the backend of the collectives holds, the caller's global tensor from which a
     plain argument is cut, and, where a result shares memory with a plain argument, the copy that is made
-    of it. On a simulated mesh all ranks' memory is in one process.
+    of it; what the last collective received, which is held until the next one where that comes later than
+    its last use. On a simulated mesh all ranks' memory is in one process.
     """
 
     rank: int

@@ -204,6 +204,7 @@ class _Walk:
         self.steps: list[AnyStep] = []
         self.unruled: list[Node] = []
         self.gradients: set[int] = set()
+        self.pinned_gradients: set[int] = set()  # global values, by constraints on what they are gradients of
         self.makers: dict[int, Node] = {}
         self.made: dict[
             int, dict[Layout, int]
@@ -430,14 +431,15 @@ class _Walk:
         seen = self.through_views(value)
         name, maker, ruled = self.names.get(seen, ""), self.makers.get(seen), find_rule(user.op) is not None
         unruled = "" if ruled else ", which has no rule and runs whole"
+        leaves = seen in self.pinned_gradients and user.origin.region == "backward"
         return Cause(
             f"{name or (maker.op if maker else 'value')} for {user.op}{unruled}",
-            "op" if ruled else "unruled",
+            ("transpose" if leaves else "op") if ruled else "unruled",
             target,
             user.origin,
             maker.origin if maker else Origin(),
-            name,
-            seen in self.pinned,
+            name if value == seen else "",
+            self.home(seen) if seen in self.pinned else None,
         )
 
     def origin(self, value: int, user: Node) -> Origin:
@@ -505,6 +507,8 @@ class _Walk:
         cause = Cause(pin.cause or self.names.get(source.id, "constraint"), "plan")
         number = self.obtain(source.id, target, cause, node.origin)
         self.made[out] = {target: number}
+        if node.origin.region == "backward":
+            self.pinned_gradients.add(out)
         if pin.gradient:
             self.gradients |= {*self.made[source.id].values(), number}
         if source.id in self.makers:

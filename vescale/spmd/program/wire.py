@@ -74,18 +74,22 @@ def _sent(step: Step, rank: int, itemsize: int, before: int, after: int) -> int:
 
 
 def _buffers(step: Step, before: int, after: int) -> int:
-    """Those of the exchange of flat buffers in `transport`, at the moment when they are largest."""
+    """Those of the exchanges of flat buffers in `transport`, at the moment when they are largest.
+
+    The result is counted from the start; where it isn't there yet, buffers have its place.
+    """
     count = step.group_size
-    if step.kind == "all_gather":  # a copy for each peer; the result is what is received, or made of it
-        return count * before + (0 if _leading(step) else after)
+    if step.kind == "all_gather":  # a copy for each peer; then what is received, and the result made of it
+        return max(count * before, 0 if _leading(step) else after)
     if step.kind == "all_reduce":
-        if count * before <= GATHER_BYTES:
-            return 2 * count * before
-        start, stop = chunk(after, count, 0)
-        return count * (stop - start) + (stop - start)
-    if step.kind == "reduce_scatter":  # all contributions to the piece, and what is sent of one's own
-        return before + (0 if _leading(step) else before)
-    return before + after
+        if count * before <= GATHER_BYTES:  # a copy for each peer, and all contributions
+            return 2 * count * before - after
+        start, stop = chunk(after, count, 0)  # the sum of a chunk, and a copy of it for each peer
+        return (count + 1) * (stop - start)
+    if step.kind == "reduce_scatter":  # what is sent, and all contributions; then the tree above these
+        received, packed = step.contributions * after, 0 if _leading(step) else before
+        return max(packed + received - after, received + (step.contributions // 2 - 1) * after)
+    return max(before, after)
 
 
 def _leading(step: Step) -> bool:
