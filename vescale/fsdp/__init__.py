@@ -5,17 +5,21 @@ Read in this order: `blocks` (what must not be cut), `spec` (a tensor to place),
 `bound` (what counting allows), `search` (which shard sizes are tried), `packing` (whether one works).
 """
 
-from ..spmd.program.passes import DECISIONS, Pass, register
+from ..spmd.program.passes import DECISIONS, LISTING, Pass, register
 from .blocks import Block, Cuts, Elements, Rows, Tile, Whole, default_block
 from .bucket import Bucket
 from .buffer_plan import BufferPlan
 from .config import FSDP
 from .dbuffer import DBuffer
+from .into_buffer import into_buffer
 from .planner import plan_buckets, plan_buffer
+from .recompute import recompute
 from .schedule import schedule
 from .spec import TensorSpec
 
+register(Pass("recompute", DECISIONS, recompute))
 register(Pass("buckets", DECISIONS, schedule, rewrites=True))
+register(Pass("into_buffer", LISTING, into_buffer), before="fuse_foreach")
 
 __all__ = [
     "Block",

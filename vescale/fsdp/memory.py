@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .._compat import FakeTensor
 from .bucket import Address, Bucket, in_shard, in_whole
 
 Tensor = torch.Tensor
@@ -38,6 +39,8 @@ def shard_of(bucket: Bucket, rank: int) -> Callable[..., Tensor]:
     item = bucket.dtype.itemsize
 
     def shard(*pieces: Tensor) -> Tensor:
+        if isinstance(pieces[0], FakeTensor):  # has no address: stands for pieces at their places
+            return pieces[0].new_empty(1).expand(size)
         if held:
             first, offset = held[0]
             start = pieces[first].data_ptr() - offset * item
@@ -88,11 +91,12 @@ def empty_gradients(
     return make
 
 
-def write(place: Address) -> Callable[[Tensor, Tensor], Tensor]:
-    """(buffer, gradient) -> the buffer, with the gradient at its place, in the buffer's dtype."""
+class Write:
+    """(buffer, gradient) -> [buffer], with the gradient at its place, in the buffer's dtype."""
 
-    def into(flat: Tensor, gradient: Tensor) -> Tensor:
-        place.view(flat).copy_(gradient)
-        return flat
+    def __init__(self, place: Address) -> None:
+        self.place = place
 
-    return into
+    def __call__(self, flat: Tensor, gradient: Tensor) -> list[Tensor]:
+        self.place.view(flat).copy_(gradient)
+        return [flat]

@@ -42,7 +42,7 @@ from ..spmd.program.partition import (
 from ..spmd.program.trace import gradient_of
 from ..spmd.redistribute_plan import plan
 from .bucket import Bucket, in_shard, in_whole
-from .memory import empty_gradients, shard_of, views, write
+from .memory import Write, empty_gradients, shard_of, views
 
 aten = torch.ops.aten
 
@@ -133,7 +133,8 @@ def _is_cast(step: AnyStep) -> bool:
     return isinstance(step, Compute) and step.node.op == aten._to_copy.default and len(step.operands) == 1
 
 
-def _is_view(step: AnyStep) -> bool:
+def is_view(step: AnyStep) -> bool:
+    """Whether a step takes a view of one value."""
     return isinstance(step, Compute) and step.pattern.view
 
 
@@ -214,7 +215,7 @@ def _members(
     for at, step in enumerate(program.steps):
         if not reach.intersection(operands_of(step)):
             continue
-        if _is_view(step):
+        if is_view(step):
             chain.append(at)
             reach.update(results_of(step))
         else:
@@ -344,7 +345,7 @@ def _bucket_reductions(program: _Program, bucket: Bucket) -> None:
     for index in there:
         grown = program.copy(buffer)
         at = makers[sources[index]]
-        into = lambda rank, index=index: _listed(write(in_whole(bucket, rank)[index]))  # noqa: E731
+        into = lambda rank, index=index: Write(in_whole(bucket, rank)[index])  # noqa: E731
         name = f"write the gradient of {bucket.names[index]}"
         after.setdefault(at, []).append(
             Local(name, into, (buffer, sources[index]), (grown,), origin_of(program.steps[at]), writes=True)

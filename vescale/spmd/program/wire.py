@@ -9,6 +9,7 @@ from ..mapped_call import mapped_call
 from ..mesh import group_ranks
 from ..redistribute_plan import GATHER_BYTES, Step, chunk
 from ..regions import common_size, region
+from ..transport import COPIED_BYTES
 from .mapped import MappedTrace, collective_name, exchanges_of
 from .partition import Map, Move, Partitioned
 
@@ -80,7 +81,8 @@ def _buffers(step: Step, before: int, after: int) -> int:
     """
     count = step.group_size
     if step.kind == "all_gather":  # a copy for each peer; then what is received, and the result made of it
-        return max(count * before, 0 if _leading(step) else after)
+        copies = count * before if count != 2 and count * before <= COPIED_BYTES else 0
+        return max(copies, 0 if _leading(step) else after)
     if step.kind == "all_reduce":
         if count * before <= GATHER_BYTES:  # a copy for each peer, and all contributions
             return 2 * count * before - after
