@@ -94,7 +94,13 @@ class BufferPlan:
             runs = [(0, first), (elements, 1), (0, self.num_shards - first - 1)]
         else:
             head, tail = (first + 1) * size - start, end - last * size
-            runs = [(0, first), (head, 1), (size, last - first - 1), (tail, 1), (0, self.num_shards - last - 1)]
+            runs = [
+                (0, first),
+                (head, 1),
+                (size, last - first - 1),
+                (tail, 1),
+                (0, self.num_shards - last - 1),
+            ]
         return tuple((count, ranks) for count, ranks in runs if ranks)
 
     def placement(self, name: str, dims: Sequence[int]) -> RaggedShard:
@@ -123,7 +129,7 @@ class BufferPlan:
     def table(self) -> str:
         """The plan as text, tensors in the order of their addresses."""
         head = ("tensor", "shape", "block", "offset", "shards")
-        lines = [head]
+        lines: list[tuple[str, ...]] = [head]
         for number in sorted(range(len(self.specs)), key=lambda number: (self.starts[number], number)):
             spec, start = self.specs[number], self.starts[number]
             block = f"{spec.block} / {spec.period}" if spec.period else str(spec.block)
@@ -161,7 +167,9 @@ class BufferPlan:
         axes = figure.add_subplot()
         for height, (_, parts) in enumerate(lines):
             for number, start, count in parts:
-                axes.barh(height, count, left=start, color=f"C{number % 10}", edgecolor="white", linewidth=0.4)
+                axes.barh(
+                    height, count, left=start, color=f"C{number % 10}", edgecolor="white", linewidth=0.4
+                )
                 if count > self.shard_size / 12:
                     name = self.specs[number].name.split(".", 1)[-1][-int(90 * count / self.shard_size) :]
                     axes.text(start + count / 2, height, name, ha="center", va="center", fontsize=5)
@@ -189,7 +197,7 @@ class BufferPlan:
         return str(first) if first == last else f"{first}-{last}"
 
     def _lines(self) -> tuple[list[tuple[str, list[tuple[int, int, int]]]], int]:
-        """What a picture shows: (label, [(tensor, start in the shard, elements)]) a line, and lines left out."""
+        """What a picture shows: (label, [(tensor, start in shard, elements)]) a line, and lines left out."""
         shards: dict[int, list[tuple[int, int, int]]] = {}
         alike: dict[int, int] = {}
         for number, (spec, start) in enumerate(zip(self.specs, self.starts)):
