@@ -4,6 +4,7 @@ import json
 import math
 from itertools import permutations, product
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -165,24 +166,19 @@ def optimum(specs, shards: int, most: int) -> int:
     return most
 
 
-tiny_shapes = st.tuples(st.integers(1, 6), st.sampled_from([8, 16, 24]))
-tiny_blocks = st.one_of(st.builds(vs.Rows, st.integers(1, 3)), st.just(vs.Whole()))
-ratios: list[float] = []
-
-
-@settings(max_examples=120, deadline=None, derandomize=True)
-@given(spec_lists(tiny_shapes, tiny_blocks, most=3), st.integers(1, 4))
-def test_near_the_optimum_of_tiny_cases(specs, shards):
-    """One buffer, so the optimum over all orders and starts is the yardstick: within a half, often on it."""
-    specs = [TensorSpec(one.name, one.shape, BF16, one.block, one.period) for one in specs]
-    plan = plan_buffer(specs, shards)
-    best = 8 * optimum(specs, shards, plan.shard_size // 8)
-    assert plan.lower_bound <= best <= plan.shard_size <= 1.5 * best
-    ratios.append(plan.shard_size / best)
-
-
-def test_most_tiny_cases_are_optimal():
-    assert len(ratios) >= 50, "the test above fills it"
+def test_near_the_optimum_of_tiny_cases():
+    """Of one buffer of three tensors 95 in 100 are as small as any order and starts allow, none 1.5 times that."""
+    random, ratios = Random(0), []
+    for _ in range(200):
+        tensors = [(random.randint(1, 6), random.choice([8, 16, 24]), random.randint(1, 4)) for _ in range(3)]
+        specs = [
+            spec(f"p{number}", (rows, columns), vs.Rows(block) if block < 4 else vs.Whole())
+            for number, (rows, columns, block) in enumerate(tensors)
+        ]
+        plan = plan_buffer(specs, random.randint(2, 5))
+        best = 8 * optimum(specs, plan.num_shards, plan.shard_size // 8)
+        assert plan.lower_bound <= best <= plan.shard_size <= 1.5 * best
+        ratios.append(plan.shard_size / best)
     assert sum(ratio == 1 for ratio in ratios) >= 0.95 * len(ratios)
 
 

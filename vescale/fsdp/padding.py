@@ -55,9 +55,9 @@ def binding(plan: BufferPlan) -> Binding:
     first = strides[0]
     others = sorted(strides[1:], key=lambda stride: -math.lcm(first, stride))
     if not others or whole == first:
-        return Binding(
-            cut[first].name, f"{_text(cut[first])} is cut by several boundaries: the shard is a multiple"
-        )
+        unit = "its matrices" if cut[first].cuts.period else "its block"
+        text = f"{_text(cut[first])} is cut by several boundaries: the shard is a multiple of {unit}"
+        return Binding(cut[first].name, text)
     pair = f"{_text(cut[first])} and {_text(cut[others[0]])} are cut by several boundaries"
     return Binding(cut[first].name, f"{pair}: the shard is a multiple of {whole}")
 

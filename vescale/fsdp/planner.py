@@ -85,18 +85,19 @@ def _split(specs: tuple[TensorSpec, ...], num_shards: int, unit: int) -> tuple[B
             break
         waiting, plans = [iter(numbers) for numbers in alike.values()], []
         for buffer in split.buffers:
-            inside = sorted(
-                next(waiting[kind]) for kind, count in enumerate(buffer.counts) for _ in range(count)
-            )
+            inside = [next(waiting[kind]) for kind, count in enumerate(buffer.counts) for _ in range(count)]
+            if not plans:  # those without elements go along
+                inside += [number for number, spec in enumerate(specs) if not spec.elements]
             limit = math.ceil(buffer.shard * grain + spare)
-            plan = _place(tuple(specs[number] for number in inside), num_shards, unit, limit)
+            plan = _place(tuple(specs[number] for number in sorted(inside)), num_shards, unit, limit)
             if plan is None:
                 break
             spare -= plan.shard_size - buffer.shard * grain
             plans.append(plan)
         else:
             best, cost = tuple(plans), sum(plan.shard_size + charge for plan in plans)
-    return best
+    first = {spec.name: number for number, spec in enumerate(specs)}
+    return tuple(sorted(best, key=lambda plan: first[plan.specs[0].name]))
 
 
 def _place(
