@@ -167,7 +167,7 @@ def optimum(specs, shards: int, most: int) -> int:
 
 
 def test_near_the_optimum_of_tiny_cases():
-    """Of one buffer of three tensors 95 in 100 are as small as any order and starts allow, none 1.5 times that."""
+    """One buffer of three tensors: 95 in 100 as small as any order and starts allow, none 1.5 times that."""
     random, ratios = Random(0), []
     for _ in range(200):
         tensors = [(random.randint(1, 6), random.choice([8, 16, 24]), random.randint(1, 4)) for _ in range(3)]

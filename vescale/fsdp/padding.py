@@ -37,7 +37,9 @@ def binding(plan: BufferPlan) -> Binding:
         return Binding(None, "all elements")
     if shard == floor.size:
         name = next(spec.name for spec in plan.specs if min(spec.block, spec.elements) == floor.block)
-        return Binding(name, f"{name}: {floor.size // floor.block} blocks of {floor.block} on a shard")
+        return Binding(
+            name, f"{name}: a shard holds {floor.size // floor.block} of its blocks of {floor.block}"
+        )
     cut: dict[int, TensorSpec] = {}  # of each stride the largest tensor with two boundaries in it
     for spec, start in zip(plan.specs, plan.starts):
         if spec.elements and start + spec.elements > (start // shard + 2) * shard:
