@@ -98,8 +98,10 @@ def search(declared: Sequence[Kind], num_shards: int, bound: int, limit: int) ->
             if best is not None or tries == MAX_TRIES:
                 break
         below[grain] = size
-    if best is None:
-        best = attempt(most) if most <= limit else None
+    if best is None and most <= limit:
+        best = attempt(most)  # one shard holds everything; from there down, by steps that suit all tensors
+        whole = max(grains(kinds))
+        below.setdefault(whole, (bound - 1) // whole * whole)
     if best is None:
         return None
     # Of each grain there are multiples between its last candidate and the best that were not tried.
