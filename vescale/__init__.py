@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 # isort: off
 # random numbers and optimizers
-from . import optim, rng
+from . import fsdp, optim, rng
 from ._errors import VescaleError
 from .spmd.distribute import distribute
 from .spmd.dtensor import DTensor, distribute_tensor, from_local, from_torch
@@ -57,12 +57,16 @@ from .spmd.collectives import (
 )
 from .spmd.ragged_collectives import all_gather_ragged, all_to_all_ragged, psum_scatter_ragged
 
+# parameters in flat buffers
+from .fsdp import Elements, Rows, Tile, Whole
+
 # transforms
 from .spmd.transforms import constrain, grad, remat, value_and_grad, vmap
 
 __all__ = [
     "AbstractMesh",
     "DTensor",
+    "Elements",
     "InterleavedShard",
     "Layout",
     "Mesh",
@@ -71,10 +75,13 @@ __all__ = [
     "Plan",
     "RaggedShard",
     "Replicate",
+    "Rows",
     "Shard",
     "Staged",
     "StridedRaggedShard",
+    "Tile",
     "VescaleError",
+    "Whole",
     "all_gather",
     "all_gather_ragged",
     "all_to_all",
@@ -87,6 +94,7 @@ __all__ = [
     "distribute_tensor",
     "from_local",
     "from_torch",
+    "fsdp",
     "functional",
     "grad",
     "init",

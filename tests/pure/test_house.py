@@ -77,6 +77,11 @@ PUBLIC = [
     "vmap",
     "optim",
     "rng",
+    "fsdp",
+    "Elements",
+    "Rows",
+    "Tile",
+    "Whole",
 ]
 LAZY = ["vescale.testing", "vescale.debug"]
 

@@ -1,10 +1,10 @@
 """Which tensors share a buffer, when one buffer for all would pad too much.
 
-A shard size suits the tensors whose strides divide it. So a buffer is opened with a size that is a multiple of the
-least common multiple of some strides, and filled with tensors that it suits until it is full; the rest goes to
-further buffers. Tensors of one width may end up in two of them, where the space that one width leaves is of use
-to another. Few such choices matter, so they are searched with a beam, by cost estimates; the cheapest splits
-are then packed. All counts are in collective units, as in `packing`.
+A shard size suits the tensors whose strides divide it. So a buffer is opened with a size that is a multiple
+of the least common multiple of some strides, and filled with tensors that it suits until it is full; the rest
+goes to further buffers. Tensors of one width may end up in two of them, where the space that one width leaves
+is of use to another. Few such choices matter, so they are searched with a beam, by cost estimates; the
+cheapest splits are then packed. All counts are in collective units, as in `packing`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def splits(kinds: Sequence[Kind], num_shards: int, charge: float) -> list[Split]
 
 
 class _State(NamedTuple):
-    """A split that isn't complete: what it may come to, what it costs so far, and what isn't in a buffer yet."""
+    """A split that isn't complete: what it may come to, what it costs so far, what is in no buffer yet."""
 
     hope: float
     spent: float
@@ -120,7 +120,9 @@ def _openings(kinds: Sequence[Kind], counts: Sequence[int], num_shards: int) -> 
     seen = set()
     for grain in sorted(grains([kinds[number] for number in present])):
         for order in (by_block, by_total):
-            suited = [number for number in order if not kinds[number].stride or grain % kinds[number].stride == 0]
+            suited = [
+                number for number in order if not kinds[number].stride or grain % kinds[number].stride == 0
+            ]
             sizes, need = {total // num_shards // grain * grain}, 0
             for number in suited:
                 need += _space(kinds[number]) * counts[number] + kinds[number].stride
