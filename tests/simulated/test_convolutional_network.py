@@ -33,7 +33,7 @@ class Network(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = F.interpolate(F.max_pool2d(block(x), 2), scale_factor=2, mode="bilinear")
-        x = F.pixel_shuffle(F.pixel_unshuffle(self.up(F.pad(x, (1, 1), "reflect")), 2), 2)
+        x = F.pixel_shuffle(F.pixel_unshuffle(self.up(F.pad(x, (1, 1, 1, 1), "reflect")), 2), 2)
         return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
