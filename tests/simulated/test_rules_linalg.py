@@ -19,13 +19,12 @@ REFLECTORS, TAU = torch.geqrf(TALL)
 POINTS, OTHERS = normal(3, 6, 2), normal(3, 4, 2, seed=1)
 DISTANCES = torch.cdist(POINTS, OTHERS)
 words = str.split
-pytestmark = pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated")
 
 CASES = [
     *(
         Case(getattr(aten, name), (SYMMETRIC,), "0 1", ulps=8)
         for name in words(
-            "linalg_cholesky_ex cholesky linalg_inv_ex _linalg_det _linalg_slogdet linalg_matrix_exp "
+            "linalg_cholesky_ex linalg_inv_ex _linalg_det _linalg_slogdet linalg_matrix_exp "
             "linalg_lu linalg_lu_factor_ex linalg_ldl_factor_ex _linalg_eigh linalg_eig linalg_eigvals "
             "_linalg_eigvals"
         )

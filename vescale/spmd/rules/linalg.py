@@ -16,7 +16,6 @@ aten = torch.ops.aten
 # How many of its last dims belong to each operand and each result: 2 a matrix, 1 a vector, 0 a number.
 _WORKED: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = {
     aten.linalg_cholesky_ex.default: ((2,), (2, 0)),
-    aten.cholesky.default: ((2,), (2,)),
     aten.cholesky_inverse.default: ((2,), (2,)),
     aten.linalg_qr.default: ((2,), (2, 2)),
     aten.geqrf.default: ((2,), (2, 1)),
