@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import vescale as vs
 from vescale import _tree
+from vescale.spmd.locals import local_slice
 from vescale.spmd.placements import InterleavedShard, P, Partial, RaggedShard, Shard
 
 AXES = ("dp", "tp")
@@ -105,8 +106,11 @@ def check(case, specs, mesh):
     operands = [placed(tensor, spec, mesh) for tensor, spec in zip(tensors, specs, strict=True)]
     found = [x for x in _tree.leaves(run(*operands)) if isinstance(x, vs.DTensor)]
     expected = [x for x in _tree.leaves(case.call(*tensors)) if isinstance(x, torch.Tensor)]
-    for ours, theirs in zip(found, expected, strict=True):
-        ours = ours.full_tensor()
+    for result, theirs in zip(found, expected, strict=True):
+        ours = result.full_tensor()
+        for rank, piece in enumerate(result.locals):  # also where it is whole: copies don't differ
+            part = local_slice(ours, result.layout, rank)
+            assert torch.equal(torch.nan_to_num(piece), torch.nan_to_num(part)), (specs, rank)
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
         if torch.equal(torch.nan_to_num(ours), torch.nan_to_num(theirs)):
             continue
