@@ -1,6 +1,7 @@
 """What the tests of rules share: calls of ops, with the placements for which their rule promises silence."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ class Case:
     the difference from plain torch, 0 meaning the same bits.
     """
 
-    op: object
+    op: Any
     args: tuple
     free: str = ""
     even: str = ""
