@@ -145,7 +145,7 @@ def test_a_result_of_an_unknown_class_is_refused():
     )
     with pytest.raises(TraceError, match="CausalLMOutputWithPast") as caught:
         run(parameters(model), tokens())
-    assert "return its tensors" in str(caught.value)
+    assert "output.loss" in str(caught.value)
 
 
 # Mixtral.
@@ -209,7 +209,7 @@ def test_mixtral_grouped_over_dp_has_the_right_values():
 def test_experts_that_depend_on_data_are_refused():
     model = mixtral("eager")
     run = vs.parallelize(loss_of(model), vs.plans.mixtral(simulated({"dp": 2})))
-    with pytest.raises(TraceError, match="traced without values.* shapes are static") as caught:
+    with pytest.raises(TraceError, match="traced without values") as caught:
         run(parameters(model), batch())
     assert "where: " in str(caught.value)
 

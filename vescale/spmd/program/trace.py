@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -303,6 +304,15 @@ class _Recorder(TorchDispatchMode):
 
     def finish(self, results: Sequence[Any], tracing: Tracing) -> Graph:
         self.check_inputs()
+        for result in results:
+            if not isinstance(result, torch.Tensor) and _holds_tensors(result):
+                raise TraceError(
+                    explain(
+                        f"a result of type {type(result).__name__} that holds tensors",
+                        rule="results are trees of dicts, lists, tuples, namedtuples, registered dataclasses",
+                        remedy="return its tensors, such as `output.loss`, or a dict of them",
+                    )
+                )
         outputs = tuple(self.refer(self.lift(result)) for result in results)
         return Graph(
             self.inputs,
@@ -312,6 +322,14 @@ class _Recorder(TorchDispatchMode):
             tuple(self.metas),
             tuple(tracing.constraints),
         )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a leaf that is no tensor has tensors among its items or attributes."""
+    parts = [*value.values()] if isinstance(value, Mapping) else []
+    if not isinstance(value, (type, ModuleType, FunctionType, torch.nn.Module)):
+        parts += getattr(value, "__dict__", {}).values()
+    return any(isinstance(part, torch.Tensor) for part in parts)
 
 
 def user_line() -> str:
