@@ -129,7 +129,8 @@ def test_llama_by_sequence_and_vocabulary():
     }
     rest = [c for c in found if c not in gradients(found)]
     assert counted(rest) == {
-        ("all_gather", "tp"): 4 * L + 1,  # and of what the head takes
+        ("all_gather", "tp"): 4 * L
+        + 2,  # and of what the head takes, and of the gradient of what was looked up
         ("reduce_scatter", "tp"): 4 * L + 2,  # and of what the embedding gives, and the head's gradient
         ("all_reduce", "tp"): 2,  # the largest logit, the sum of exponentials
         ("all_reduce", "dp"): 1,  # how many targets count

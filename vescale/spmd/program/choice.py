@@ -75,10 +75,11 @@ def choose(
             ]
             for operand in operands
         ]
+        wished = [None if wish is None else state_of(wish, axis) for wish in wishes]
         asked = frozenset(
             name
-            for dims, wish in zip(pattern.results, wishes)
-            if wish is not None and isinstance(state := state_of(wish, axis), Digit)
+            for dims, state in zip(pattern.results, wished)
+            if isinstance(state, Digit)
             for name in dims[state.dim]
             if digit_of(name, dims, pattern) == state
         )
@@ -88,7 +89,7 @@ def choose(
         scored = [
             (score, candidate)
             for candidate in possible
-            if (score := _score(mesh.axis_size(axis), candidate, pattern, operands, states, results))
+            if (score := _score(mesh.axis_size(axis), candidate, pattern, operands, states, results, wished))
             is not None
         ]
         best, chosen[axis] = next(
@@ -129,8 +130,12 @@ def _score(
     operands: Sequence[Operand],
     states: Sequence[Sequence[tuple[State | Deferred, float]]],
     results: Sequence[TensorMeta],
+    wished: Sequence[State],
 ) -> tuple[float, int, int, int] | None:
-    """(bytes moved, moves, Partials made, bytes of the results); None when the node can't do that."""
+    """(bytes moved, moves, Partials made, bytes of the results); None when the node can't do that.
+
+    For a result that is to be split count the bytes that splitting it so moves, unless it is whole.
+    """
     cost, moves = 0.0, 0
     try:
         for index, operand in enumerate(operands):
@@ -145,6 +150,9 @@ def _score(
     for place, meta in enumerate(results):
         result = candidate.result(pattern, place)
         partials += isinstance(result, Partial)
+        wish = wished[place] if place < len(wished) else None
+        if isinstance(wish, Digit) and result not in (None, wish):
+            cost += meta.nbytes * (size - 1) / size / (size if isinstance(result, Digit) else 1)
         memory += meta.nbytes // (1 if result is None or isinstance(result, Partial) else size)
     return cost, moves, partials, memory
 
