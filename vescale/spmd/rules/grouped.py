@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils import flop_counter
 
 from ..._errors import ShardingError, explain
 from ..program.ir import Node, TensorMeta
@@ -55,6 +56,15 @@ def grouped_mm(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
         contiguous=frozenset("sg"),
         local=_own_runs,
     )
+
+
+def _flops(x: Sequence[int], w: Sequence[int], *_: Any, **__: Any) -> int:
+    """Each row meets one matrix; rows behind the last run, if there are any, are counted too."""
+    return 2 * x[0] * x[1] * w[-1]
+
+
+if aten._grouped_mm not in flop_counter.flop_registry:  # torch 2.11 - 2.13 count nothing
+    flop_counter.register_flop_formula(aten._grouped_mm)(_flops)
 
 
 def _own_runs(call: LocalCall) -> LocalCall:
