@@ -51,6 +51,7 @@ PUBLIC = [
     "Plan",
     "Staged",
     "parallelize",
+    "plans",
     "shard_map",
     "all_gather",
     "all_to_all",
