@@ -47,7 +47,7 @@ def _grouped_shape(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, *_: Any
 
 
 # Ops of which torch's own shape function (2.11 - 2.13) refuses dtypes that the kernels take.
-_SHAPED = {aten._grouped_mm.default: _grouped_shape}
+_SHAPED: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_shape}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,8 @@ class _Recorder(TorchDispatchMode):
             known = self.known_value(self.ids[id(args[0])])
             if known is not None:
                 return known
-        result = _SHAPED.get(func, func)(*args, **kwargs)
+        run: Any = _SHAPED.get(func) or func
+        result = run(*args, **kwargs)
         if is_mutable(func):
             self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
