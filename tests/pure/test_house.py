@@ -53,6 +53,7 @@ PUBLIC = [
     "parallelize",
     "functional",
     "init",
+    "plans",
     "shard_map",
     "all_gather",
     "all_to_all",

@@ -184,6 +184,7 @@ NETWORKS = [
     (aten.embedding, (X, ROWS)),
     (aten.embedding, (whole(6, 8), ROWS.clamp(max=5))),
     (aten.embedding_dense_backward, (whole(4, 6), ROWS.flatten(), 8, -1, False)),
+    (aten.embedding_dense_backward, (whole(4, 6), ROWS.flatten(), 8, 3, False)),
     (aten.native_layer_norm, (X, [6], ROW, whole(6, seed=1), 1e-5)),
     (aten.native_layer_norm, (CUBE, [8, 6], None, None, 1e-5)),
     (aten.native_layer_norm_backward, (Y, X, [6], *STATS, ROW, ROW, [True, True, True])),
@@ -215,6 +216,14 @@ LIKE = [
     (aten.new_ones, (X, [6, 8])),
     (aten.new_full, (X, [6, 8], 3)),
 ]
+ENDS = torch.tensor([2, 2, 5, 8], dtype=torch.int32)  # of the rows of four matrices, one without rows
+GROUPED = [
+    (aten._grouped_mm, (whole(8, 16).float(), whole(4, 16, 32).float(), ENDS)),
+    (aten._grouped_mm, (whole(8, 16).float(), whole(4, 32, 16).float().mT, ENDS)),
+    (aten._grouped_mm, (whole(8, 16).float().t(), whole(8, 32).float(), ENDS)),
+    (aten.histc, (X, 4, -4, 4)),
+    (aten.histc, (ROW, 3)),
+]
 PADS = [
     (aten.constant_pad_nd, (X, [0, 1])),
     (aten.constant_pad_nd, (CUBE, [1, -2, 0, 0], 3.0)),
@@ -222,7 +231,7 @@ PADS = [
     (aten.slice_backward, (CUBE, [4, 8, 12], -1, 1, 12, 2)),
     (aten.select_backward, (X, [8, 4, 6], 1, 2)),
 ]
-CALLS = [*UNARY, *BINARY, *OTHER, *MATMUL, *REDUCTIONS, *VIEWS, *NETWORKS, *LIKE, *PADS]
+CALLS = [*UNARY, *BINARY, *OTHER, *MATMUL, *REDUCTIONS, *VIEWS, *NETWORKS, *LIKE, *GROUPED, *PADS]
 
 FACTORIES = {
     aten.zeros: lambda: torch.zeros(8, 6),

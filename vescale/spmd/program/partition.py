@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -570,14 +569,12 @@ class _Walk:
         self, node: Node, pattern: Pattern, operands: list[int], wanted: Sequence[Iterable[Layout]] = ()
     ) -> tuple[dict[str, Candidate], float]:
         """The candidates and the bytes that they move, with the layouts `wanted` of operands for nothing."""
+        free = [(*self.available(value),) for value in operands]
+        for index, more in enumerate(wanted):
+            free[index] += (*more,)
         found = [
-            Operand(
-                self.metas[value],
-                (*self.available(value), *more),
-                value in self.deferred,
-                value in self.pinned,
-            )
-            for value, more in zip_longest(operands, wanted, fillvalue=())
+            Operand(self.metas[value], layouts, value in self.deferred, value in self.pinned)
+            for value, layouts in zip(operands, free, strict=True)
         ]
         outs = [out for out in node.outs if out is not None]
         results, wishes = [self.metas[out] for out in outs], [self.wishes.get(out) for out in outs]

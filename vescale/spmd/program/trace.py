@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +48,7 @@ def _grouped_shape(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, *_: Any
 
 
 # Ops of which torch's own shape function (2.11 - 2.13) refuses dtypes that the kernels take.
-_SHAPED = {aten._grouped_mm.default: _grouped_shape}
+_SHAPED: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_shape}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,8 @@ class _Recorder(TorchDispatchMode):
             known = self.known_value(self.ids[id(args[0])])
             if known is not None:
                 return known
-        result = _SHAPED.get(func, func)(*args, **kwargs)
+        run: Any = _SHAPED.get(func) or func
+        result = run(*args, **kwargs)
         if is_mutable(func):
             self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -347,6 +349,15 @@ class _Recorder(TorchDispatchMode):
 
     def finish(self, results: Sequence[Any], tracing: Tracing) -> Graph:
         self.check_inputs()
+        for result in results:
+            if not isinstance(result, torch.Tensor) and _holds_tensors(result):
+                raise TraceError(
+                    explain(
+                        f"a result of type {type(result).__name__} that holds tensors",
+                        rule="results are trees of dicts, lists, tuples, namedtuples, registered dataclasses",
+                        remedy="return its tensors, such as `output.loss`, or a dict of them",
+                    )
+                )
         outputs = tuple(self.refer(self.lift(result)) for result in results)
         return Graph(
             self.inputs,
@@ -384,6 +395,14 @@ def check_memory(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], wh
             remedy="use view, permute, slicing or unfold, or take it of x.contiguous()",
         )
     )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a leaf that is no tensor has tensors among its items or attributes."""
+    parts = [*value.values()] if isinstance(value, Mapping) else []
+    if not isinstance(value, (type, ModuleType, FunctionType, torch.nn.Module)):
+        parts += getattr(value, "__dict__", {}).values()
+    return any(isinstance(part, torch.Tensor) for part in parts)
 
 
 def user_line() -> str:
