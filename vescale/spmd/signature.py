@@ -88,9 +88,7 @@ class Arguments:
 
 def _leaf_keys(leaves: list[Any]) -> tuple[Any, ...]:
     """The keys of the leaves; those of most DTensors are known to them."""
-    return tuple(
-        [(type(leaf) is DTensor and leaf._kind) or _leaf_key(leaf) for leaf in leaves]
-    )
+    return tuple([(type(leaf) is DTensor and leaf._kind) or _leaf_key(leaf) for leaf in leaves])
 
 
 def _leaf_key(leaf: Any) -> Any:

@@ -53,7 +53,9 @@ def generate(
     writer = _Writer(looks)
     last_use = last_uses(instructions, outputs)
     lines = ["def program(inputs):"]
-    lines += [f"    ({''.join(f'v{value}, ' for value in inputs)}) = inputs; inputs.clear()"] if inputs else []
+    lines += (
+        [f"    ({''.join(f'v{value}, ' for value in inputs)}) = inputs; inputs.clear()"] if inputs else []
+    )
     dead = [f"v{value}" for value in dict.fromkeys(inputs) if value not in last_use]
     lines += [f"    del {', '.join(dead)}"] if dead else []
     exchanges = 0

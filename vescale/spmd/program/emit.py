@@ -64,7 +64,8 @@ Looks = Callable[[int], tuple[tuple[int, ...], torch.dtype]]
 class Listing:
     """What one rank runs: instructions over numbered values.
 
-    `looks` tells the local shape and dtype of a value; `donated` are the inputs that may be overwritten.
+    `looks` tells the local shape and dtype of a value; `donated` are the inputs that may be overwritten;
+    `device` is the type of device.
     """
 
     instructions: tuple[Instruction, ...]
@@ -72,7 +73,7 @@ class Listing:
     outputs: tuple[int | None, ...]
     looks: Looks
     donated: frozenset[int] = frozenset()
-    device: torch.device = torch.device("cpu")
+    device: str = "cpu"
 
 
 def emit(step: Compute | Move, partitioned: Partitioned, rank: int) -> Instruction:

@@ -164,7 +164,9 @@ class Program:
         labels: Sequence[str],
     ) -> None:
         self.mesh, self.exchanges, self.labels = mesh, list(exchanges), tuple(labels)
-        self.generated = [generate(made.instructions, made.inputs, made.outputs, made.looks) for made in listings]
+        self.generated = [
+            generate(made.instructions, made.inputs, made.outputs, made.looks) for made in listings
+        ]
         self.runs = [made.run for made in self.generated]
         self.overwritten = frozenset({place for made in listings for place in overwritten_inputs(made)})
 
@@ -254,7 +256,7 @@ def listing(partitioned: Partitioned, rank: int) -> Listing:
         partitioned.outputs,
         looks,
         partitioned.facts.donated,
-        next((value.meta.device for value in values), torch.device("cpu")),
+        next((value.meta.device.type for value in values), "cpu"),
     )
 
 

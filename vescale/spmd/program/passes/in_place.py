@@ -40,7 +40,9 @@ class _Walk:
         self.listing, self.looks = listing, listing.looks
         self.last_use = last_uses(listing.instructions, listing.outputs)
         self.memory = Memory(listing)
-        self.sharing: defaultdict[int | None, list[int]] = defaultdict(list)  # origin -> values that may be it
+        self.sharing: defaultdict[int | None, list[int]] = defaultdict(
+            list
+        )  # origin -> values that may be it
         self.contiguous = set(listing.inputs)  # as a call hands them over, see `boundary.enter`
         for value in listing.inputs:
             self.note(value)
@@ -73,7 +75,9 @@ class _Walk:
             and instruction.args
             and isinstance(instruction.args[0], Ref)
             and (form := in_place_form(instruction.fn)) is not None
-            and self.may_write(index, instruction.args[0].id, instruction.makes()[0], list(instruction.reads()))
+            and self.may_write(
+                index, instruction.args[0].id, instruction.makes()[0], list(instruction.reads())
+            )
         ):
             yield replace(instruction, fn=form, overwrites=(instruction.args[0].id,))
         else:

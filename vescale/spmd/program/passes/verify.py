@@ -49,8 +49,11 @@ def _check(condition: bool, found: str) -> None:
         raise _Fault(found)
 
 
-def _definitions(inputs: Sequence[int], steps: Iterable[tuple[Any, Sequence[int], Sequence[int]]],
-                 outputs: Sequence[int | None]) -> None:
+def _definitions(
+    inputs: Sequence[int],
+    steps: Iterable[tuple[Any, Sequence[int], Sequence[int]]],
+    outputs: Sequence[int | None],
+) -> None:
     """Each value is made once, and before it is read. `steps` are (what, read, made)."""
     known = set(inputs)
     for what, read, made in steps:
@@ -68,19 +71,29 @@ def _definitions(inputs: Sequence[int], steps: Iterable[tuple[Any, Sequence[int]
 
 def _decisions(before: Partitioned, after: Partitioned, merges: bool, rewrites: bool) -> None:
     _check(before.inputs == after.inputs, "other inputs")
-    _definitions(after.inputs, ((step, _operands(step), _results(step)) for step in after.steps), after.outputs)
+    _definitions(
+        after.inputs, ((step, _operands(step), _results(step)) for step in after.steps), after.outputs
+    )
     for step in after.steps:
         if isinstance(step, Move):
             here, there = after.values[step.source], after.values[step.target]
-            _check(here.layout is step.step.src, f"v{step.source} is not in the layout that its move starts from")
-            _check(there.layout is step.step.dst, f"v{step.target} is not in the layout that its move ends in")
+            _check(
+                here.layout is step.step.src, f"v{step.source} is not in the layout that its move starts from"
+            )
+            _check(
+                there.layout is step.step.dst, f"v{step.target} is not in the layout that its move ends in"
+            )
             _check(here.meta == there.meta, f"the move of v{step.source} changes its shape or dtype")
     _check(len(before.outputs) == len(after.outputs), "another number of outputs")
     for old, new in zip(before.outputs, after.outputs):
-        looks = [None if value is None else data.values[value] for data, value in ((before, old), (after, new))]
+        looks = [
+            None if value is None else data.values[value] for data, value in ((before, old), (after, new))
+        ]
         _check(looks[0] == looks[1], f"the output v{new} is not like v{old}")
     if not rewrites:
-        _sequence([_collective(step) for step in before.steps], [_collective(step) for step in after.steps], merges)
+        _sequence(
+            [_collective(step) for step in before.steps], [_collective(step) for step in after.steps], merges
+        )
     _sequence([_draw(step) for step in before.steps], [_draw(step) for step in after.steps], False)
 
 
@@ -125,16 +138,27 @@ def _listing(before: Listing, after: Listing) -> None:
     _check(len(before.outputs) == len(after.outputs), "another number of outputs")
     for old, new in zip(before.outputs, after.outputs):
         _check((old is None) == (new is None), "an output is missing")
-        _check(old is None or new is None or before.looks(old) == after.looks(new), f"v{new} is not like v{old}")
-    _sequence([_effect(step) for step in before.instructions], [_effect(step) for step in after.instructions], False)
+        _check(
+            old is None or new is None or before.looks(old) == after.looks(new), f"v{new} is not like v{old}"
+        )
+    _sequence(
+        [_effect(step) for step in before.instructions], [_effect(step) for step in after.instructions], False
+    )
     region = {value: step.origin.region for step in before.instructions for value in step.makes()}
     for step in after.instructions:
         for value in step.makes():
-            _check(region.get(value, step.origin.region) == step.origin.region, f"v{value} is made in another region")
+            _check(
+                region.get(value, step.origin.region) == step.origin.region,
+                f"v{value} is made in another region",
+            )
     _overwrites(after)
     known = {id(step) for step in before.instructions}
     for step in after.instructions:
-        if isinstance(step, Call) and isinstance(step.fn, OpOverload) and (before is after or id(step) not in known):
+        if (
+            isinstance(step, Call)
+            and isinstance(step.fn, OpOverload)
+            and (before is after or id(step) not in known)
+        ):
             _shapes(step, step.fn, after)
 
 
@@ -157,13 +181,19 @@ def _overwrites(listing: Listing) -> None:
             _check(len(set(step.overwrites)) == len(step.overwrites), f"a value overwritten twice in {step}")
             for out, target in zip(step.outs, step.overwrites, strict=True):
                 _check(target in step.reads(), f"v{target} is overwritten and no operand of {step}")
-                _check(out is None or listing.looks(out) == listing.looks(target), f"v{out} is not like v{target}")
+                _check(
+                    out is None or listing.looks(out) == listing.looks(target),
+                    f"v{out} is not like v{target}",
+                )
                 origins = memory.origins[target]
                 _check(None not in origins, f"v{target} is not ours to write, in {step}")
                 for value in known:
                     if value == target or origins & memory.origins[value]:
                         late = last.get(value, -1) > index or (value != target and value in step.reads())
-                        _check(not late, f"v{value} is read after v{target}, its memory, was overwritten by {step}")
+                        _check(
+                            not late,
+                            f"v{value} is read after v{target}, its memory, was overwritten by {step}",
+                        )
         memory.follow(step)
         known += step.makes()
 
