@@ -198,7 +198,7 @@ def test_using_a_donated_argument_again_names_it_and_the_call():
 def test_a_thousand_calls_leave_nothing_behind():
     run = vs.parallelize(lambda x: x * 2, vs.Plan(ONE), donate=("x",))
     other = vs.parallelize(lambda x, by: x * by, vs.Plan(ONE))
-    x = on_ranks(X, ONE)
+    x = on_ranks(X, ONE, P())
     counts = []
     for _ in range(3):
         for number in range(500):
