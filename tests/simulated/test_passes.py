@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from vescale import _tree
 from vescale._errors import ArgumentError
 from vescale.spmd.placements import P, RaggedShard, Shard
 from vescale.spmd.program import passes
+from vescale.spmd.program.passes import registry
 
 ALL = (*passes.names(passes.DECISIONS), *passes.names(passes.LISTING))
 MESH = vs.make_mesh({"dp": 2, "tp": 2}, backend="simulated")
@@ -62,6 +65,66 @@ def test_parameters_and_state_are_updated_in_place(name):
     where = [piece.data_ptr() for leaf in _tree.leaves((params, state)) for piece in leaf.locals]
     params, state, _ = step(params, state, gpt.batch())
     assert where == [piece.data_ptr() for leaf in _tree.leaves((params, state)) for piece in leaf.locals]
+
+
+# Collectives in two halves.
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+@contextmanager
+def started_early(kinds):
+    early = passes.Pass("early", passes.DECISIONS, lambda data: passes.start_early(data, kinds))
+    passes.register(early)
+    try:
+        yield
+    finally:
+        registry.unregister("early")
+
+
+@pytest.mark.parametrize("kinds", [KINDS[:1], KINDS], ids=len)
+@pytest.mark.parametrize("name", ["dp", "tp", "ragged"])
+def test_training_with_collectives_that_start_early(name, kinds):
+    wanted = trained(PLANS[name], ())
+    with started_early(kinds):
+        found = trained(PLANS[name], (), donate=("params", "opt_state"))
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_what_is_started_early_is_waited_for_late():
+    rows = vs.Plan(MESH, inputs={"x": P(dp=Shard(0))})
+    run = vs.parallelize(
+        lambda x: (y := vs.constrain(x * 2, P())) + (x * 3).sum(0).exp() @ y.t().sum(1), rows
+    )
+    wanted = run(X).full_tensor()
+    with started_early(KINDS):
+        early = vs.parallelize(run.__wrapped__, rows)
+        found, lowered = early(X).full_tensor(), early.lower(X)
+    assert torch.equal(wanted, found)
+    lines = lowered.as_text().splitlines()
+    start = next(place for place, line in enumerate(lines) if "start all_gather" in line)
+    wait = next(place for place, line in enumerate(lines) if "wait (" in line)
+    assert wait > start + 1
+    assert [one.kind for one in lowered.collectives()] == [one.kind for one in run.lower(X).collectives()]
+    assert "yield" in lowered.source()
+
+
+def test_the_verifier_looks_after_tickets():
+    run = vs.parallelize(lambda x: vs.constrain(x, P()) + 1, vs.Plan(MESH, inputs={"x": P(dp=Shard(0))}))
+    before = run.lower(X)._partitioned
+    after = passes.start_early(before)
+    passes.verify(before, after, "start_early")
+    start, wait, *rest = after.steps
+    for steps, words in [
+        ((wait, start, *rest), "was not started so"),
+        ((start, start, wait, *rest), "is started twice"),
+        ((start, *rest), "before it is made"),
+    ]:
+        with pytest.raises(passes.InvalidProgram, match=words):
+            passes.verify(before, replace(after, steps=steps), "some_pass")
+    nobody_waits = replace(after, steps=(start, *before.steps))
+    with pytest.raises(passes.InvalidProgram, match="nobody waits for t"):
+        passes.verify(before, nobody_waits, "some_pass", rewrites=True)
 
 
 # What shares memory with a donated argument.

@@ -173,8 +173,7 @@ class Parallelized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1
-        signature = self._arguments.bind(args, kwargs)
-        entry = self._cache.get((*signature.key, self._module_state(signature.key)))
+        signature, entry = self._find(args, kwargs)
         closed_over = [get() for get in entry.closed_over] if entry is not None else []
         if entry is None or not entry.decision.takes(closed_over):
             entry = self._compile(signature)
@@ -190,6 +189,11 @@ class Parallelized:
         return self._cache.info()
 
     # One call.
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Entry | None]:
+        """The signature of a call, and the program that is kept for it."""
+        signature = self._arguments.bind(args, kwargs)
+        return signature, self._cache.get((*signature.key, self._module_state(signature.key)))
 
     def _run(self, entry: Entry, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
         mesh, decision = self._plan.mesh, entry.decision
