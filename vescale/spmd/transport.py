@@ -120,19 +120,35 @@ def unpack(
 
 def all_to_all(send: Tensor, in_splits: list[int], out_splits: list[int], group: dist.ProcessGroup) -> Tensor:
     """What each rank of the group has for this one, in order of ranks."""
+    return start_all_to_all(send, in_splits, out_splits, group)()
+
+
+def start_all_to_all(
+    send: Tensor, in_splits: list[int], out_splits: list[int], group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
+    """Begin an `all_to_all`; call the result, once, for what it returns. It holds the memory that is sent."""
     recv = send.new_empty(sum(out_splits))
     if send.dtype in _CARRIED or send.is_cuda:
-        dist.all_to_all_single(recv, send, out_splits, in_splits, group)
+        work = dist.all_to_all_single(recv, send, out_splits, in_splits, group, async_op=True)
     else:
         size = send.dtype.itemsize
-        dist.all_to_all_single(
+        work = dist.all_to_all_single(
             recv.view(torch.uint8),
             send.view(torch.uint8),
             [size * n for n in out_splits],
             [size * n for n in in_splits],
             group,
+            async_op=True,
         )
-    return recv
+    pending = [(work, send)]
+
+    def wait() -> Tensor:
+        work, _ = pending.pop()
+        if work is not None:
+            work.wait()
+        return recv
+
+    return wait
 
 
 def all_gather(send: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:

@@ -82,6 +82,57 @@ class Map:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Begin one collective for several moves, of one kind, axes, reductions and dtype. Passes make these."""
+
+    moves: tuple[Move, ...]
+    ticket: int
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        return tuple(move.source for move in self.moves)
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        return tuple(move.target for move in self.moves)
+
+    @property
+    def origin(self) -> Origin:
+        return self.moves[0].origin
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for a collective that was started: the targets of its moves exist from here on."""
+
+    start: Start
+
+
+AnyStep = Compute | Move | Map | Start | Wait
+
+
+def operands(step: AnyStep) -> tuple[int, ...]:
+    """The values that a step reads; a wait reads the sources of its start."""
+    if isinstance(step, Move):
+        return (step.source,)
+    if isinstance(step, Start):
+        return step.sources
+    return step.start.sources if isinstance(step, Wait) else step.operands
+
+
+def results(step: AnyStep) -> tuple[int, ...]:
+    """The values that a step makes: none at a start."""
+    if isinstance(step, Move):
+        return (step.target,)
+    if isinstance(step, Start):
+        return ()
+    if isinstance(step, Wait):
+        return step.start.targets
+    assert isinstance(step, (Compute, Map))
+    return tuple(value for value in step.results if value is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class LocalValue:
     """One layout of a global value."""
 
@@ -107,7 +158,7 @@ class Partitioned:
 
     mesh: AbstractMesh
     inputs: tuple[int, ...]
-    steps: tuple[Compute | Move | Map, ...]
+    steps: tuple[AnyStep, ...]
     outputs: tuple[int | None, ...]  # None for a static result
     values: tuple[LocalValue, ...]
     unruled: tuple[Node, ...]  # nodes without a rule: they run whole on every rank
@@ -217,7 +268,7 @@ class _Walk:
         return Partitioned(
             self.mesh,
             tuple(numbers),
-            _live(self.steps, results),
+            live(self.steps, results),
             tuple(results),
             tuple(self.values),
             tuple(self.unruled),
@@ -608,17 +659,17 @@ class _Walk:
         return layouts
 
 
-def _live(
-    steps: Sequence[Compute | Move | Map], outputs: Sequence[int | None]
-) -> tuple[Compute | Move | Map, ...]:
+def live(steps: Sequence[AnyStep], outputs: Sequence[int | None]) -> tuple[AnyStep, ...]:
     """The steps that an output depends on: views may have been taken in layouts that nobody used."""
     needed = {number for number in outputs if number is not None}
-    kept: list[Compute | Move | Map] = []
+    waited: set[int] = set()  # the tickets of starts that are needed
+    kept: list[AnyStep] = []
     for step in reversed(steps):
-        targets = [step.target] if isinstance(step, Move) else step.results
-        if any(target in needed for target in targets):
+        if needed.intersection(results(step)) or (isinstance(step, Start) and step.ticket in waited):
             kept.append(step)
-            needed.update([step.source] if isinstance(step, Move) else step.operands)
+            needed.update(operands(step))
+            if isinstance(step, Wait):
+                waited.add(step.start.ticket)
     return tuple(reversed(kept))
 
 

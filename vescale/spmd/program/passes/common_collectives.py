@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..partition import Compute, Map, Move, Partitioned
+from ..partition import AnyStep, Compute, Map, Move, Partitioned
 
 
 def common_collectives(partitioned: Partitioned) -> Partitioned:
@@ -16,7 +16,7 @@ def common_collectives(partitioned: Partitioned) -> Partitioned:
     results = set(partitioned.outputs)  # each has memory of its own
     same: dict[int, int] = {}  # value -> the one that it repeats
     made: dict[tuple, int] = {}
-    steps: list[Compute | Move | Map] = []
+    steps: list[AnyStep] = []
     for step in partitioned.steps:
         if isinstance(step, Move):
             step = replace(step, source=same.get(step.source, step.source))
@@ -25,7 +25,7 @@ def common_collectives(partitioned: Partitioned) -> Partitioned:
                 same[step.target] = made[key]
                 continue
             made.setdefault(key, step.target)
-        else:
+        elif isinstance(step, (Compute, Map)):
             step = replace(step, operands=tuple(same.get(value, value) for value in step.operands))
         steps.append(step)
     return replace(partitioned, steps=tuple(steps))
