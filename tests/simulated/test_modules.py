@@ -265,7 +265,7 @@ def test_a_write_between_forward_and_backward_is_seen():
     model = vs.parallelize(make(), plan_of())
     loss = model(X)
     with torch.no_grad():
-        model.params["first.weight"].mul_(2)
+        model.params["norm.weight"].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
