@@ -59,11 +59,16 @@ def default_store() -> Any:
 
 
 def make_wrapper(
-    cls: type, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
+    cls: type,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
 ) -> Any:
     """2.11 - 2.13. A tensor of class `cls` with a shape and no storage; torch documents no other way."""
     return torch.Tensor._make_wrapper_subclass(
-        cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+        cls, shape, strides, dtype=dtype, device=device, requires_grad=requires_grad
     )
 
 

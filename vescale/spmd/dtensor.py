@@ -89,7 +89,8 @@ class DTensor(Tensor):
                 )
             )
         dtype = locals[0].dtype
-        self = _compat.make_wrapper(cls, layout.shape, dtype, mesh.device, requires_grad)
+        order = _strides_like(locals[0], layout.shape)
+        self = _compat.make_wrapper(cls, layout.shape, order, dtype, mesh.device, requires_grad)
         self.mesh, self.layout = mesh, layout
         _seen.add(mesh)
         self._locals, self._copied = list(locals), None
@@ -361,6 +362,20 @@ class DTensor(Tensor):
         # A strided piece is made contiguous for good: a load writes to it through the view.
         self._locals[where] = self._locals[where].contiguous()
         return chunk.of(self._locals[where])
+
+
+def _strides_like(piece: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Strides of a dense tensor whose dims are ordered in memory as those of `piece`; None: as they come.
+
+    Autograd asks: which formula gives a matmul's gradient, and so its bits, depends on what is transposed.
+    """
+    if piece.is_contiguous() or piece.dim() != len(shape) or 0 in piece.stride():
+        return None
+    found, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (piece.stride(dim), -dim)):
+        found[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(found)
 
 
 class _Gone(list):
