@@ -82,7 +82,7 @@ def test_an_mlp_step_has_the_bits_of_static_mode(axes, staged):
         name: torch.randn(s, generator=generator) for name, s in {"up": (16, 8), "down": (8, 16)}.items()
     }
     # Over 1 KB: less than that may become a pending sum in a program, and is then added elsewhere.
-    x = torch.randn(64, 8, generator=generator)
+    x = torch.randn(128, 8, generator=generator)
     static, dynamic = both(step, plan)
     ours = theirs = vs.distribute(params, plan)
     for _ in range(3):

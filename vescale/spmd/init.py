@@ -38,7 +38,7 @@ def init(
     >>> import torch, vescale as vs
     >>> plan = vs.Plan(vs.make_mesh({"tp": 2}), params={"weight": vs.P(tp=vs.Shard(0))})
     >>> model = vs.init(torch.nn.Linear, 4, 6, plan=plan, seed=0)
-    >>> model.params["weight"].to_local(0).shape
+    >>> model.params["weight"].locals[0].shape
     torch.Size([3, 4])
     >>> _ = torch.manual_seed(0)
     >>> torch.equal(model.params["weight"].full_tensor(), torch.nn.Linear(4, 6).weight)

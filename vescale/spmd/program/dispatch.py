@@ -88,7 +88,7 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor.check_fresh()
     if func in _QUESTIONS:
         return _QUESTIONS[func](*args, **kwargs)
-    if torch.device(kwargs.get("device") or mesh.device) != mesh.device:
+    if kwargs.get("device") and torch.device(kwargs["device"]) != mesh.device:
         raise ArgumentError(
             explain(
                 f"device={kwargs['device']}",
