@@ -280,6 +280,15 @@ class _Recorder(TorchDispatchMode):
 
     def finish(self, results: Sequence[Any], tracing: Tracing) -> Graph:
         self.check_inputs()
+        odd = [result for result in results if isinstance(result, (dict, list, tuple))]
+        if odd:  # a leaf, and so it would come back with the tensors of the trace inside
+            raise TraceError(
+                explain(
+                    f"a result of type {type(odd[0]).__name__}",
+                    rule="results are trees of dicts, lists, tuples and named tuples, no subclasses of them",
+                    remedy="return such a tree; models of transformers do with return_dict=False",
+                )
+            )
         outputs = tuple(self.refer(self.lift(result)) for result in results)
         return Graph(
             self.inputs,
