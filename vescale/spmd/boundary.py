@@ -28,11 +28,12 @@ def enter(
     layouts: Sequence[Layout | None],
     hidden: Sequence[torch.Tensor],
     mismatch: Callable[[int, DTensor, Layout], Exception],
+    strided: bool = False,
 ) -> list[list[torch.Tensor]]:
     """The local inputs of each hosted rank. Plain tensors, also the closed-over ones, are global values.
 
     Leaves whose layout is None are static. `mismatch(index, leaf, layout)` words the error for a DTensor
-    that is not in the layout that the program was made for.
+    that is not in the layout that the program was made for. With `strided` pieces need not be contiguous.
     """
     inputs: list[list[torch.Tensor]] = [[] for _ in mesh.local_ranks]
     only = inputs[0] if len(inputs) == 1 else None
@@ -47,7 +48,7 @@ def enter(
                 only.append(local if local.is_contiguous() else local.contiguous())
                 continue
             for values, local in zip(inputs, leaf._locals, strict=True):
-                values.append(local if local.is_contiguous() else local.contiguous())
+                values.append(local if strided or local.is_contiguous() else local.contiguous())
         else:
             for values, rank in zip(inputs, mesh.local_ranks, strict=True):
                 values.append(local_slice(leaf.detach(), layout, rank).contiguous())
