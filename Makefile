@@ -29,6 +29,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/shard_map.py --check
 	$(BIN)/python benchmarks/layouts.py --check
+	$(BIN)/python benchmarks/rng.py --check
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

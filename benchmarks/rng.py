@@ -3,10 +3,11 @@
     python benchmarks/rng.py [--check]
 
 The first table sets each draw against torch's own of the same kind, in turns; the ratio is torch's time over
-ours, in processor time, the best of many rounds. The second sets a rank's 1/64 share of a draw, in several layouts, against the whole draw:
-it should take 1/64 of the time, and takes more by what a call costs. The last column of each is the same
-with the torch form, for machines without a compiler. `--check` fails when a keyed normal has less than
-half the speed of torch.randn, or a share of whole rows more than 1/32 of the time of the whole.
+ours, in processor time, the best of many rounds. The second sets a rank's 1/64 share of a draw, in several
+layouts, against the whole draw: it should take 1/64 of the time, and takes more by what a call costs. The last
+column of each is the same with the torch form, for machines without a compiler. `--check` fails when a keyed
+normal has less than half the speed of torch.randn, or a share of whole rows takes more than 1/32 of the time
+of the whole; without a compiler there is nothing to check.
 """
 
 import argparse
@@ -133,7 +134,8 @@ def main() -> None:
     print(
         f"\nnormal: {ratio:.2f}x the speed of torch.randn; the worst share of whole rows: 1/{1 / share:.0f}"
     )
-    if check and (ratio < 0.5 or share > 1 / 32):
+    compiled = rng.kernel_status().startswith("compiled")
+    if check and compiled and (ratio < 0.5 or share > 1 / 32):
         sys.exit("slower than promised: 0.5x the speed of torch.randn, and 1/32 for a share of whole rows")
 
 
