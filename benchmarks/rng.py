@@ -2,12 +2,12 @@
 
     python benchmarks/rng.py [--check]
 
-The first table sets each draw against torch's own of the same kind, in turns; the ratio is torch's time over
-ours, in processor time, the best of many rounds. The second sets a rank's 1/64 share of a draw, in several
-layouts, against the whole draw: it should take 1/64 of the time, and takes more by what a call costs. The last
-column of each is the same with the torch form, for machines without a compiler. `--check` fails when a keyed
-normal has less than half the speed of torch.randn, or a share of whole rows takes more than 1/32 of the time
-of the whole; without a compiler there is nothing to check.
+The first table sets each draw against torch's own of the same kind, in turns; the ratio is torch's time
+over ours, in processor time, the best of many rounds. The second sets a rank's 1/64 share of a draw, in
+several layouts, against the whole draw: it should take 1/64 of the time, and takes more by what a call
+costs. The last column of each is the same with the torch form, for machines without a compiler. `--check`
+fails when a keyed normal has less than half the speed of torch.randn, or a share of whole rows takes more
+than 1/32 of the time of the whole; without a compiler there is nothing to check.
 """
 
 import argparse
