@@ -30,6 +30,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/shard_map.py --check
 	$(BIN)/python benchmarks/layouts.py --check
 	$(BIN)/python benchmarks/planner.py --check
+	$(BIN)/python benchmarks/rng.py --check
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
