@@ -22,8 +22,11 @@ _CORE: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("linalg_ldl_factor_ex", "linalg_matrix_exp"), (2,)),
     **dict.fromkeys(("cholesky_solve", "linalg_solve_triangular", "triangular_solve"), (2, 2)),
     **dict.fromkeys(("linalg_lu_solve", "linalg_ldl_solve"), (2, 1, 2)),
-    **{"lu_unpack": (2, 1), "linalg_householder_product": (2, 1), "ormqr": (2, 1, 2)},
-    **{"_cdist_forward": (2, 2), "_euclidean_dist": (2, 2)},
+    "lu_unpack": (2, 1),
+    "linalg_householder_product": (2, 1),
+    "ormqr": (2, 1, 2),
+    "_cdist_forward": (2, 2),
+    "_euclidean_dist": (2, 2),
 }
 
 

@@ -128,9 +128,7 @@ def repeat(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     shape, repeats = operand_metas(node, metas)[0].shape, argument(node, 1, "repeats")
     dims, sizes = _dims(shape)
     new = len(repeats) - len(shape)
-    result = [
-        (f"r{place}", *(dims[place - new] if place >= new else ())) for place in range(len(repeats))
-    ]
+    result = [(f"r{place}", *(dims[place - new] if place >= new else ())) for place in range(len(repeats))]
     sizes |= {f"r{place}": count for place, count in enumerate(repeats)}
     whole = frozenset(name for name in sizes if name.startswith("r"))
     return Pattern((tuple(dims),), (tuple(result),), sizes, whole=whole, linear=FIRST)
