@@ -61,8 +61,8 @@ ways, each the nearest that a shape allows:
 | ragged | 4 | `RaggedShard`: rows, and in turn elements; none on the first rank, most on the last |
 
 In-place forms run once each. The oracle is plain torch on the global tensors, with random cotangents. Results
-of movement ops must be equal bit for bit; of others, and of gradients, an element may differ by {relative:g} of
-itself plus {largest:g} of the largest (or of 1), since sums over ranks are reordered.
+of movement ops must be equal bit for bit; of others, and of gradients, an element may differ by {relative:g}
+of itself plus {largest:g} of the largest (or of 1), since sums over ranks are reordered.
 
 * *free*: right, and nothing was sent for it. *moved*: right, with collectives. *replicated*: right, but an op
   had no rule and ran whole on every rank (`.collectives()` says so). *refused*: a `VescaleError` that says
@@ -82,9 +82,8 @@ def work(kind: str, numbers: Sequence[int]) -> None:
     ops = every_op()
     for number in numbers:
         print("begin", number, flush=True)
-        answer: Any = (
-            asdict(run_op(ops[number])) if kind == "ours" else op_coverage_dtensor.run_op(ops[number])
-        )
+        op = ops[number]
+        answer: Any = run_op(op).as_json() if kind == "ours" else op_coverage_dtensor.run_op(op)
         print("end", number, json.dumps(answer), flush=True)
 
 
@@ -102,7 +101,7 @@ def answers(kind: str, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
             lines.put(None)
 
         Thread(target=listen, daemon=True).start()
-        fault = "the process died"
+        fault, began = "the process died", False
         while left:
             try:
                 line = lines.get(timeout=PATIENCE)
@@ -110,9 +109,12 @@ def answers(kind: str, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
                 fault, line = f"no answer in {PATIENCE} s", None
             if line is None:
                 process.kill()
+                if not began:
+                    raise SystemExit(f"{' '.join(command[:5])} does not start")
                 yield left.pop(0), fault
                 break
             word, number, *rest = line.split(" ", 2)
+            began = True
             if word == "end" and int(number) == left[0]:
                 yield left.pop(0), json.loads(rest[0])
         process.wait()
