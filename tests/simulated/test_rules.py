@@ -231,7 +231,8 @@ WITH_THE_DATABASE = {"linalg", "losses", "rearrange"}
 ELSEWHERE |= set(
     words(
         """
-        alias_copy detach_copy expand_copy permute_copy select_copy slice_copy split_copy split_with_sizes_copy
+        alias_copy detach_copy expand_copy permute_copy select_copy slice_copy split_copy
+        split_with_sizes_copy
         squeeze_copy t_copy transpose_copy unbind_copy unsafe_split unsafe_split_with_sizes unsqueeze_copy
         view_copy _efficientzerotensor logspace complex polar fill copy _prelu_kernel _prelu_kernel_backward
         hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
