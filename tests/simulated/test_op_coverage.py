@@ -4,7 +4,10 @@
 """
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+import vescale as vs
 from tests.op_coverage import DATA, REFUSED, WRONG, every_op, name_of, run_op
 
 OPS = {name_of(op): op for op in every_op()[::10]}
@@ -32,3 +35,43 @@ def faults(result):
 @pytest.mark.parametrize("name", OPS)
 def test_every_tenth_op(name):
     assert not list(faults(run_op(OPS[name], count=2)))
+
+
+MESH = vs.make_mesh({"dp": 4}, backend="simulated")
+
+
+def run(fn, *args):
+    """Whole results of fn over rows."""
+    placed = [vs.distribute_tensor(arg, MESH, vs.P(dp=vs.Shard(0))) for arg in args]
+    return vs.parallelize(fn, vs.Plan(MESH))(*placed)
+
+
+def test_conjugates_are_values():
+    x = torch.randn(6, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    found = run(lambda x: x.conj(), x)
+    assert not any(piece.is_conj() for piece in found.locals)
+    assert torch.equal(found.full_tensor(), x.conj())
+
+
+def test_a_write_through_strides_is_seen_by_the_base():
+    def fn(x):
+        y = x * 1
+        y.as_strided((2,), (4,)).zero_()
+        return y
+
+    x = torch.arange(6.0).view(2, 3)
+    assert torch.equal(run(fn, x).full_tensor(), fn(x))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss])
+def test_a_loss_is_that_of_all_elements(loss, reduction):
+    """Six rows over four ranks: a mean of the ranks' means would be another number."""
+    generator = torch.Generator().manual_seed(0)
+    x, target = torch.rand(6, 3, generator=generator), torch.rand(6, 3, generator=generator).round()
+    both = vs.value_and_grad(lambda x, target: loss(x, target, reduction=reduction))
+    value, gradient = run(both, x, target)
+    wanted, slope = both(x, target)
+    torch.testing.assert_close(value.full_tensor(), wanted)
+    torch.testing.assert_close(gradient.full_tensor(), slope)
+    assert gradient.layout.spec == vs.P(dp=vs.Shard(0))
