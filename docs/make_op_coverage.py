@@ -23,6 +23,7 @@ import torch
 
 from tests import op_coverage_dtensor
 from tests.op_coverage import (
+    ABSENT,
     DATA,
     FREE,
     MOVED,
@@ -171,6 +172,8 @@ def summary(results: Sequence[dict[str, Any]], theirs: Sequence[tuple[str, str]]
         verdicts = Counter(SHORT[verdict(result)] for result in found)
         text = ", ".join(f"{count} {name}" for name, count in verdicts.items())
         yield f"* Apart, {category}: {len(found)} ops: {text}."
+    absent = sum(result["category"] == ABSENT for result in results)
+    yield f"* Apart, {ABSENT}: {absent} ops: torch runs no sample of dense tensors here."
     judged = [(SHORT[verdict(result)], their[0]) for result, their in pairs if their[0] != "apart"]
     dtensor = Counter(their for _, their in judged)
     ours = Counter("right" if own not in ("refused", "wrong") else own for own, _ in judged)
@@ -224,6 +227,7 @@ def table(results: Sequence[dict[str, Any]], theirs: Sequence[tuple[str, str]]) 
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for result, (their, note) in zip(results, theirs, strict=True):
         own = SHORT[verdict(result)] + ("" if result["category"] == ORDINARY else f", {result['category']}")
+        own = own if result["category"] != ABSENT else ABSENT
         cases = Counter(result["cases"]) + Counter(result["apart"])
         counts = " | ".join(str(cases[name] or "") for name in VERDICTS)
         said = f"{their}: {escaped(note)[:90]}" if note and their != "apart" else their

@@ -31,8 +31,12 @@ FREE, MOVED, REPLICATED, REFUSED, WRONG = VERDICTS = (
     "refused",
     "wrong",
 )
-# What is listed apart: nothing, draws, shapes that depend on data, values that torch leaves open.
-ORDINARY, RANDOM, DATA, OPEN = CATEGORIES = ("ordinary", "random", "data dependent", "uninitialised")
+# What is listed apart: nothing, draws, shapes that depend on data, values that torch leaves open, and ops of
+# which plain torch runs no sample of dense tensors here.
+ORDINARY, RANDOM, DATA, OPEN, ABSENT = CATEGORIES = (
+    *("ordinary", "random", "data dependent", "uninitialised"),
+    "not run",
+)
 WAYS = ("Shard(0)", "Shard(last)", "mixed", "uneven", "ragged")
 
 # Reductions may be reordered: an element may differ by this much of itself, and of the largest one or 1.
@@ -358,7 +362,7 @@ def run_op(op: Any, count: int = 6, ways: Sequence[str] = WAYS) -> Result:
                 shapes = [list(tensor.shape) for tensor in sample.tensors]
                 outcomes.append((reference[2], verdict, f"{form} {shapes} {way}: {note}"))
     categories = {category for category, _, _ in outcomes}
-    category = ORDINARY if ORDINARY in categories or not categories else min(categories, key=CATEGORIES.index)
+    category = min(categories, key=CATEGORIES.index, default=ABSENT)
     result = Result(name_of(op), category)
     for its, verdict, note in outcomes:
         (result.cases if its == category else result.apart)[verdict] += 1
