@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test slow lint format bench conformance clean
+.PHONY: demo test slow lint format bench conformance coverage clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -39,6 +39,9 @@ $(STAMP): pyproject.toml
 
 conformance: $(STAMP)
 	$(BIN)/python -m docs.make_placements
+
+coverage: $(STAMP)
+	$(BIN)/python -m docs.make_op_coverage
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -142,7 +142,10 @@ def trace(
     except data_dependent_errors() as error:
         raise _data_dependent(recorder, error) from error
     except RuntimeError as error:
-        raise _explained(recorder, error) or error from error
+        meant = _explained(recorder, error)
+        if meant is None:
+            raise
+        raise meant from error
     finally:
         _current.reset(token)
     return functionalise(recorder.finish(results, tracing))
@@ -435,7 +438,8 @@ def _data_dependent(recorder: _Recorder, error: BaseException) -> TraceError:
 def _explained(recorder: _Recorder, error: RuntimeError) -> TraceError | None:
     """What an error of torch's means here; None for those that a call on one device raises as well."""
     text = str(error)
-    if "data pointer" in text:  # an op that reads values without a call that could be seen
+    # An op that reads values without a call that could be seen.
+    if "data pointer" in text or "data is not allocated" in text:
         return _data_dependent(recorder, error)
     if "setup_context staticmethod" in text:
         return TraceError(

@@ -27,8 +27,10 @@ def _apart(multiply: Callable[..., Any]) -> Callable[..., Any]:
         product = multiply(left, right)
         product = product if alpha == 1 else product * alpha
         # Without a beta the bias is not read: there may be NaN in it.
-        return torch.add(product, bias, alpha=beta) if beta else product.expand(
-            torch.broadcast_shapes(bias.shape, product.shape)
+        return (
+            torch.add(product, bias, alpha=beta)
+            if beta
+            else product.expand(torch.broadcast_shapes(bias.shape, product.shape))
         )
 
     return run
@@ -49,7 +51,9 @@ def added_product(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     bias, *factors = (meta.shape for meta in operand_metas(node, metas))
     (full,) = result_shapes(node, metas)
     names = (left.split(), right.split())
-    sizes = {name: size for dims, shape in zip(names, factors, strict=True) for name, size in zip(dims, shape)}
+    sizes = {
+        name: size for dims, shape in zip(names, factors, strict=True) for name, size in zip(dims, shape)
+    }
     whole: Dims = tuple((name,) for name in result.split())
     offset = len(full) - len(bias)
     added: Dims = tuple(

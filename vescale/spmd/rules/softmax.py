@@ -127,9 +127,7 @@ def nll_loss(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
         return Pattern(operands, results, sizes, whole=frozenset(sizes) if reduction else frozenset("c"))
     if weight is not None:  # the weight of each target is looked up: classes are whole
         expand = {"n": _weighted_mean_apart} if reduction == MEAN else {}
-        return Pattern(
-            operands, ((), ()), sizes, sum=frozenset("n"), whole=frozenset("c"), expand=expand
-        )
+        return Pattern(operands, ((), ()), sizes, sum=frozenset("n"), whole=frozenset("c"), expand=expand)
     expand = {"n": _mean_apart, "c": _mean_apart} if reduction == MEAN else {}
     return Pattern(
         operands,
@@ -142,9 +140,7 @@ def nll_loss(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     )
 
 
-def _weighted_mean_apart(
-    log_probs: Any, target: Any, weight: Any, reduction: int, ignore_index: int
-) -> Any:
+def _weighted_mean_apart(log_probs: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     op = aten.nll_loss_forward if log_probs.dim() == 2 else aten.nll_loss2d_forward
     total, weights = op(log_probs, target, weight, SUM, ignore_index)
     return total / weights, weights
