@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test slow lint format bench conformance clean
+.PHONY: demo test slow lint format bench conformance coverage clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -29,6 +29,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/shard_map.py --check
 	$(BIN)/python benchmarks/layouts.py --check
+	$(BIN)/python benchmarks/planner.py --check
+	$(BIN)/python benchmarks/rng.py --check
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,6 +39,9 @@ $(STAMP): pyproject.toml
 
 conformance: $(STAMP)
 	$(BIN)/python -m docs.make_placements
+
+coverage: $(STAMP)
+	$(BIN)/python -m docs.make_op_coverage
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -42,13 +42,12 @@ class Block(nn.Module):
         self.attn, self.modulation = Attention(width, heads), nn.Linear(width, 6 * width)
         fc1, fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.mlp = nn.Sequential(OrderedDict(fc1=fc1, gelu=nn.GELU("tanh"), fc2=fc2))
-        nn.init.zeros_(self.modulation.weight)
-        nn.init.zeros_(self.modulation.bias)
+        for p in self.modulation.parameters():
+            nn.init.zeros_(p)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        shift1, scale1, gate1, shift2, scale2, gate2 = (
-            self.modulation(F.silu(condition))[:, None].chunk(6, dim=-1)
-        )  # fmt: skip
+        parts = self.modulation(F.silu(condition))[:, None].chunk(6, dim=-1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = parts
         x = x + gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1)
         return x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
 
@@ -65,16 +64,15 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.adapt, self.head = nn.Linear(width, 2 * width), nn.Linear(width, channels * patch**2)
-        for layer in (self.adapt, self.head):
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        for p in (*self.adapt.parameters(), *self.head.parameters()):
+            nn.init.zeros_(p)
 
     def forward(self, images: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         (b, c), n, p = images.shape[:2], self.size // self.patch, self.patch
         patches = images.view(b, c, n, p, n, p).permute(0, 2, 4, 1, 3, 5).reshape(b, n * n, c * p * p)
         place = waves(torch.arange(n, dtype=images.dtype, device=images.device), self.width // 2)
-        rows, columns = place[:, None].expand(n, n, -1), place[None].expand(n, n, -1)
-        x = self.embed(patches) + torch.cat([rows, columns], dim=-1).view(n * n, self.width)
+        places = torch.cat([place.repeat_interleave(n, 0), place.repeat(n, 1)], dim=-1)
+        x = self.embed(patches) + places
         condition = self.time(waves(times, self.width)) + self.label(labels)
         for block in self.blocks:
             x = block(x, condition)

@@ -8,7 +8,12 @@ from vescale.spmd.program.trace import trace
 def traced(fn, *tensors, **options):
     """The graph of fn, with inputs that look like these tensors and are called a, b, c ..."""
     metas = [TensorMeta.of(tensor) for tensor in tensors]
-    return trace(lambda values: _tree.leaves(fn(*values)), metas, list("abcdefgh"[: len(metas)]), **options)
+    return trace(
+        lambda values: _tree.leaves(fn(*values)),
+        metas,
+        [*"abcdefgh", *map(str, range(8, len(metas)))][: len(metas)],
+        **options,
+    )
 
 
 def ops(graph):

@@ -31,8 +31,12 @@ FREE, MOVED, REPLICATED, REFUSED, WRONG = VERDICTS = (
     "refused",
     "wrong",
 )
-# What is listed apart: nothing, draws, shapes that depend on data, values that torch leaves open.
-ORDINARY, RANDOM, DATA, OPEN = CATEGORIES = ("ordinary", "random", "data dependent", "uninitialised")
+# What is listed apart: nothing, draws, shapes that depend on data, values that torch leaves open, and ops of
+# which plain torch runs no sample of dense tensors here.
+ORDINARY, RANDOM, DATA, OPEN, ABSENT = CATEGORIES = (
+    *("ordinary", "random", "data dependent", "uninitialised"),
+    "not run",
+)
 WAYS = ("Shard(0)", "Shard(last)", "mixed", "uneven", "ragged")
 
 # Reductions may be reordered: an element may differ by this much of itself, and of the largest one or 1.
@@ -43,117 +47,21 @@ UNINITIALISED = {
     *("resize_", "resize_as_"),
 }
 # Ops that only move elements, or make the same ones anywhere: their results are equal bit for bit.
-MOVEMENT = set(
-    [
-        "H",
-        "T",
-        "mH",
-        "mT",
-        "adjoint",
-        "atleast_1d",
-        "atleast_2d",
-        "atleast_3d",
-        "block_diag",
-        "broadcast_shapes",
-        "broadcast_tensors",
-        "broadcast_to",
-        "cat",
-        "chunk",
-        "clone",
-        "column_stack",
-        "concat",
-        "contiguous",
-        "conj",
-        "diag",
-        "diag_embed",
-        "diagonal",
-        "diagonal_copy",
-        "diagonal_scatter",
-        "dsplit",
-        "dstack",
-        "expand",
-        "expand_as",
-        "expand_copy",
-        "fill",
-        "flatten",
-        "flip",
-        "fliplr",
-        "flipud",
-        "full_like",
-        "gather",
-        "hsplit",
-        "hstack",
-        "index_select",
-        "masked_fill",
-        "meshgrid",
-        "movedim",
-        "moveaxis",
-        "narrow",
-        "narrow_copy",
-        "ones_like",
-        "permute",
-        "permute_copy",
-        "ravel",
-        "repeat",
-        "reshape",
-        "reshape_as",
-        "resolve_conj",
-        "resolve_neg",
-        "roll",
-        "rot90",
-        "select",
-        "select_scatter",
-        "slice",
-        "slice_scatter",
-        "split",
-        "split_list_args",
-        "split_with_sizes",
-        "split_with_sizes_copy",
-        "squeeze",
-        "squeeze_copy",
-        "stack",
-        "swapaxes",
-        "swapdims",
-        "t",
-        "t_copy",
-        "take_along_dim",
-        "tile",
-        "transpose",
-        "transpose_copy",
-        "tril",
-        "triu",
-        "unbind",
-        "unbind_copy",
-        "unflatten",
-        "unfold",
-        "unfold_copy",
-        "unsafe_chunk",
-        "unsafe_split",
-        "unsqueeze",
-        "unsqueeze_copy",
-        "view",
-        "view_as",
-        "view_copy",
-        "vsplit",
-        "vstack",
-        "where",
-        "zero_",
-        "zeros_like",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "isnan",
-        "isinf",
-        "isfinite",
-        "sign",
-        "signbit",
-        "abs",
-        "neg",
-    ]
-)
+words = str.split
+MOVEMENT = {
+    *words("""
+    H T mH mT adjoint atleast_1d atleast_2d atleast_3d block_diag broadcast_shapes broadcast_tensors
+    broadcast_to cat chunk clone column_stack concat contiguous conj diag diag_embed diagonal
+    diagonal_copy diagonal_scatter dsplit dstack expand expand_as expand_copy fill flatten flip fliplr
+    flipud full_like gather hsplit hstack index_select masked_fill meshgrid movedim moveaxis narrow
+    narrow_copy ones_like permute permute_copy ravel repeat reshape reshape_as resolve_conj resolve_neg
+    roll rot90 select select_scatter slice slice_scatter split split_list_args split_with_sizes
+    split_with_sizes_copy squeeze squeeze_copy stack swapaxes swapdims t t_copy take_along_dim tile
+    transpose transpose_copy tril triu unbind unbind_copy unflatten unfold unfold_copy unsafe_chunk
+    unsafe_split unsqueeze unsqueeze_copy view view_as view_copy vsplit vstack where zero_ zeros_like eq
+    ne lt le gt ge isnan isinf isfinite sign signbit abs neg
+    """)
+}
 
 
 @dataclass
@@ -164,13 +72,14 @@ class Result:
     category: str
     cases: Counter[str] = field(default_factory=Counter)  # by verdict
     notes: list[tuple[str, str]] = field(default_factory=list)  # (verdict, what happened) of what isn't right
-    apart: Counter[str] = field(
-        default_factory=Counter
-    )  # cases of another category than the op's, by verdict
+    apart: Counter[str] = field(default_factory=Counter)  # cases of another category, by verdict
 
     @property
     def verdict(self) -> str:
         return max(self.cases, key=VERDICTS.index, default=FREE)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "cases": dict(self.cases), "apart": dict(self.apart)}
 
 
 def name_of(op: Any) -> str:
@@ -196,6 +105,16 @@ def samples(op: Any, count: int) -> list[Any]:
         found = list(islice(op.sample_inputs("cpu", dtype, requires_grad=grad), 100))
     step = max(len(found) / count, 1)
     return [found[int(index * step)] for index in range(min(count, len(found)))]
+
+
+def plain_samples(op: Any, count: int = 6) -> list[Any]:
+    """Those whose tensors are dense."""
+
+    def is_plain(sample: Any) -> bool:
+        leaves = tree_flatten((sample.input, sample.args, sample.kwargs))[0]
+        return all(leaf.layout is torch.strided for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    return [sample for sample in samples(op, count) if is_plain(sample)]
 
 
 # Layouts.
@@ -279,10 +198,6 @@ class Sample:
         self.process: Callable[[Any], Any] = sample.output_process_fn_grad
         self.cotangents: list[torch.Tensor | None] = []
 
-    @property
-    def is_strided(self) -> bool:
-        return all(tensor.layout is torch.strided for tensor in self.tensors)
-
     def call(self, *tensors: torch.Tensor) -> list[Any]:
         leaves = list(self.leaves)
         for index, tensor in zip(self.where, tensors, strict=True):
@@ -294,12 +209,12 @@ class Sample:
             return tree_flatten((value, made if made is not None else ()))[0]
         return tree_flatten(self.op(value, *args, **kwargs))[0]
 
-    def loss(self, results: Sequence[Any]) -> torch.Tensor:
+    def loss(self, results: Sequence[Any], place: Callable[[Any], Any] = lambda cotangent: cotangent) -> Any:
         """A fixed scalar of all results that can be differentiated."""
-        total = torch.zeros(())
+        total: Any = 0
         for result, cotangent in zip(results, self.cotangents):
             if cotangent is not None:
-                product = result * cotangent
+                product = result * place(cotangent)
                 total = total + (product.real if product.is_complex() else product).sum().float()
         return total
 
@@ -375,7 +290,13 @@ def judge(sample: Sample, reference: tuple[list[Any], list[torch.Tensor], str], 
     return (MOVED if moves else FREE), ""
 
 
-def compare(found: Any, wanted: Any, exact: bool, values: bool) -> str:
+def compare(
+    found: Any,
+    wanted: Any,
+    exact: bool,
+    values: bool,
+    whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor.full_tensor(),  # type: ignore
+) -> str:
     """What differs, empty when nothing does."""
     found = list(found)
     if len(found) != len(wanted):
@@ -390,13 +311,9 @@ def compare(found: Any, wanted: Any, exact: bool, values: bool) -> str:
         if one.shape != other.shape or one.dtype != other.dtype:
             found_, wanted_ = f"{one.dtype}{list(one.shape)}", f"{other.dtype}{list(other.shape)}"
             return f"result {number} is {found_}, not {wanted_}"
-        if values and (text := _differ(_whole(one), other, exact)):
+        if values and (text := _differ(whole(one), other, exact)):
             return f"result {number}: {text}"
     return ""
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, vs.DTensor) else tensor
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor, exact: bool) -> str:
@@ -426,12 +343,12 @@ def run_op(op: Any, count: int = 6, ways: Sequence[str] = WAYS) -> Result:
     outcomes: list[tuple[str, str, str]] = []  # category, verdict, note
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = [(Sample(op, sample), ways) for sample in samples(op, count) if _is_plain(sample)]
+        found = [(Sample(op, sample), ways) for sample in plain_samples(op, count)]
         if op.inplace_variant is not None:
             found += [
                 (Sample(op, sample, inplace=True), ways[:1])
-                for sample in samples(op, count)
-                if _is_plain(sample) and not sample.broadcasts_input
+                for sample in plain_samples(op, count)
+                if not sample.broadcasts_input
             ][:1]
         for number, (sample, ways_) in enumerate(found):
             try:
@@ -445,7 +362,7 @@ def run_op(op: Any, count: int = 6, ways: Sequence[str] = WAYS) -> Result:
                 shapes = [list(tensor.shape) for tensor in sample.tensors]
                 outcomes.append((reference[2], verdict, f"{form} {shapes} {way}: {note}"))
     categories = {category for category, _, _ in outcomes}
-    category = ORDINARY if ORDINARY in categories or not categories else min(categories, key=CATEGORIES.index)
+    category = min(categories, key=CATEGORIES.index, default=ABSENT)
     result = Result(name_of(op), category)
     for its, verdict, note in outcomes:
         (result.cases if its == category else result.apart)[verdict] += 1
@@ -454,8 +371,3 @@ def run_op(op: Any, count: int = 6, ways: Sequence[str] = WAYS) -> Result:
     if any(verdict == WRONG for its, verdict, _ in outcomes if its != category):
         result.cases[WRONG] += result.apart[WRONG]
     return result
-
-
-def _is_plain(sample: Any) -> bool:
-    leaves = tree_flatten((sample.input, sample.args, sample.kwargs))[0]
-    return all(leaf.layout is torch.strided for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -1,5 +1,6 @@
 """Checks a buffer plan against the rules, boundary by boundary. Shares no code with the planner."""
 
+from itertools import pairwise
 from math import prod
 
 
@@ -65,7 +66,7 @@ def check_plan(plan) -> None:
                 assert count == max(0, min(start + size, (r + 1) * shard) - max(start, r * shard))
             rank += ranks
     taken.sort()
-    for (_, end, one), (start, _, other) in zip(taken, taken[1:]):
+    for (_, end, one), (start, _, other) in pairwise(taken):
         assert end <= start, f"{one} and {other} overlap"
     assert plan.elements == elements
     assert plan.padding == shard * shards - elements >= 0

@@ -1,8 +1,8 @@
 """The published heuristic for planning a buffer (veScale-FSDP, arXiv 2602.22437), plainly: to compare with.
 
-Candidate shard sizes are multiples of cumulative least common multiples of the blocks, taken over tensors from
-the largest to the smallest; for each the least multiple is found by binary search; tensors are placed in the
-order given, each at its earliest legal start. All in elements. Shares no code with the planner.
+Candidate shard sizes are multiples of cumulative least common multiples of the blocks, taken over tensors
+from the largest to the smallest; for each the least multiple is found by binary search; tensors are placed in
+the order given, each at its earliest legal start. All in elements. Shares no code with the planner.
 """
 
 from math import lcm, prod

@@ -1,12 +1,14 @@
 """What the tests of rules share: calls of ops, with the placements for which their rule promises silence."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 import vescale as vs
 from vescale import _tree
+from vescale.spmd.locals import local_slice
 from vescale.spmd.placements import InterleavedShard, P, Partial, RaggedShard, Shard
 
 AXES = ("dp", "tp")
@@ -21,7 +23,7 @@ class Case:
     the difference from plain torch, 0 meaning the same bits.
     """
 
-    op: object
+    op: Any
     args: tuple
     free: str = ""
     even: str = ""
@@ -105,8 +107,11 @@ def check(case, specs, mesh):
     operands = [placed(tensor, spec, mesh) for tensor, spec in zip(tensors, specs, strict=True)]
     found = [x for x in _tree.leaves(run(*operands)) if isinstance(x, vs.DTensor)]
     expected = [x for x in _tree.leaves(case.call(*tensors)) if isinstance(x, torch.Tensor)]
-    for ours, theirs in zip(found, expected, strict=True):
-        ours = ours.full_tensor()
+    for result, theirs in zip(found, expected, strict=True):
+        ours = result.full_tensor()
+        for rank, piece in enumerate(result.locals):  # also where it is whole: copies don't differ
+            part = local_slice(ours, result.layout, rank)
+            assert torch.equal(torch.nan_to_num(piece), torch.nan_to_num(part)), (specs, rank)
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
         if torch.equal(torch.nan_to_num(ours), torch.nan_to_num(theirs)):
             continue

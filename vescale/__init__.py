@@ -39,9 +39,6 @@ from .spmd.placements import (
 from .spmd import plans
 from .spmd.plan import Plan, Staged
 
-# fully sharded parameters
-from .fsdp import FSDP, Elements, Rows, Tile, Whole
-
 # functions on local shards, and what they communicate
 from .spmd.shard_map import shard_map
 from .spmd.collectives import (
@@ -60,6 +57,9 @@ from .spmd.collectives import (
     pvary,
 )
 from .spmd.ragged_collectives import all_gather_ragged, all_to_all_ragged, psum_scatter_ragged
+
+# parameters in flat buffers
+from .fsdp import FSDP, Elements, Rows, Tile, Whole
 
 # transforms
 from .spmd.transforms import constrain, grad, remat, value_and_grad, vmap

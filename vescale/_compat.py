@@ -60,12 +60,17 @@ def default_store() -> Any:
 
 
 def make_wrapper(
-    cls: type, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
+    cls: type,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
 ) -> Any:
     """2.11 - 2.13. A tensor of class `cls` with a shape and no storage; torch documents no other way."""
     # By place, 0.9 us; by name it takes 1.3.
     return _make_wrapper_subclass(
-        cls, shape, None, None, None, dtype, torch.strided, device, False, requires_grad
+        cls, shape, strides, None, None, dtype, torch.strided, device, False, requires_grad
     )
 
 

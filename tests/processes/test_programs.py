@@ -10,6 +10,8 @@ from tests.processes.test_world import world_mesh
 from vescale import _tree
 from vescale._errors import ConsistencyError, PlanError
 from vescale.spmd.placements import P, RaggedShard, Shard
+from vescale.spmd.program import passes
+from vescale.spmd.program.passes import Pass, registry
 from vescale.testing.pool import RankPool
 
 pytestmark = pytest.mark.processes
@@ -53,6 +55,23 @@ def train_here(axes):
 def test_a_train_step_has_the_bits_of_simulated_ranks(pool, axes):
     expected = train(vs.make_mesh(dict(axes), backend="simulated"), RULES[axes])
     for there, here in zip(pool.run(train_here, axes), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
+
+
+def train_early(axes):
+    """The same, with collectives that start early and are waited for where they are needed."""
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    passes.register(Pass("early", passes.DECISIONS, lambda data: passes.start_early(data, kinds)))
+    try:
+        return train_here(axes)
+    finally:
+        registry.unregister("early")
+
+
+@pytest.mark.parametrize("axes", RULES, ids=str)
+def test_collectives_that_start_early_have_the_same_bits(pool, axes):
+    expected = train(vs.make_mesh(dict(axes), backend="simulated"), RULES[axes])
+    for there, here in zip(pool.run(train_early, axes), expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
 
 

@@ -205,3 +205,15 @@ def test_parameters_stay():
 
 def test_ties_go_to_fewer_moves():
     assert charge(SUM, None, BYTES, 4, pinned=False)[1] < charge(SUM, ROW, BYTES, 4, pinned=False)[1]
+
+
+def test_results_that_don_t_depend_on_a_factor_are_alike_on_every_rank():
+    """Whole, not pending, also when another axis splits the factor further; and then not unevenly."""
+    operands, results = ((("n",), ("i",)),), ((("n",), ("i",)), (("n",),))
+    pattern = Pattern(operands, results, {"n": 4, "i": 6}, alike={"i": frozenset((1,))})
+    assert Factor("i").result(pattern, 1) is None
+    assert Factor("n").result(pattern, 1) == Digit(0)
+    split = pattern.split("i", 2)
+    assert Factor("i<").result(split, 1) is Factor("i>").result(split, 1) is None
+    offered = [set(candidates(pattern, size, [[None]], frozenset())) for size in (3, 4)]
+    assert [Factor("i") in found for found in offered] == [True, False]

@@ -53,6 +53,7 @@ PUBLIC = [
     "parallelize",
     "functional",
     "init",
+    "plans",
     "shard_map",
     "all_gather",
     "all_to_all",
@@ -77,6 +78,13 @@ PUBLIC = [
     "vmap",
     "optim",
     "rng",
+    "fsdp",
+    "FSDP",
+    "TensorGroup",
+    "Elements",
+    "Rows",
+    "Tile",
+    "Whole",
 ]
 LAZY = ["vescale.testing", "vescale.debug"]
 

@@ -11,7 +11,7 @@ from torch import nn
 import vescale as vs
 from tests.graphs import evaluate, ops, traced
 from vescale import _tree
-from vescale._errors import TraceError
+from vescale._errors import ShardingError, TraceError
 from vescale.spmd.placements import P, Shard
 from vescale.spmd.program.trace import Tracing, current_trace
 
@@ -327,3 +327,54 @@ def test_writes_draws_and_inputs_are_not_known(fn):
 def test_the_users_own_errors_pass():
     with pytest.raises(RuntimeError, match="reduction dim"):
         traced(lambda a, b: a @ b, X, X)
+
+
+def test_values_are_not_read_behind_the_trace_either():
+    with pytest.raises(TraceError, match="without values"):
+        traced(lambda a, at: a.tensor_split(at), X, torch.tensor([1]))
+
+
+def test_nothing_is_sparse():
+    with pytest.raises(TraceError, match="makes a tensor of the layout"):
+        traced(lambda a: a.to_sparse(), X)
+
+
+class OldStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_an_autograd_function_of_the_old_form_is_named_in_a_gradient():
+    with pytest.raises(TraceError, match="setup_context"):
+        traced(vs.grad(lambda a: OldStyle.apply(a).sum()), X)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda a: a.as_strided((3, 2), (1, 3)),
+        lambda a: (a * 2).as_strided((2, 2), (1, 1), 2),
+        lambda a: torch.as_strided_copy(a + 1, (2,), (4,)),
+    ],
+)
+def test_strides_of_a_contiguous_value(fn):
+    graph = traced(fn, X)
+    assert torch.equal(evaluate(graph, X)[0], fn(X))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda a: a.t().as_strided((2,), (1,)),
+        lambda a: a[1].as_strided((2,), (1,)),  # its memory starts elsewhere
+        lambda a: a[:1].as_strided((2, 3), (3, 1)),  # its memory goes on
+    ],
+)
+def test_strides_of_other_memory_are_refused(fn):
+    with pytest.raises(ShardingError, match="whose elements are not all of its memory"):
+        traced(fn, X)

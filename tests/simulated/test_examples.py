@@ -42,7 +42,7 @@ def test_follows_plain_torch(train_gpt, axes, tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_mlp", "ring_attention", "expert_parallel"])
+@pytest.mark.parametrize("name", ["tensor_parallel_mlp", "ring_attention", "expert_parallel", "dit"])
 def test_asserts_its_own_claim(name, capsys):
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert capsys.readouterr().out

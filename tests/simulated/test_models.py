@@ -129,7 +129,8 @@ def test_llama_by_sequence_and_vocabulary():
     }
     rest = [c for c in found if c not in gradients(found)]
     assert counted(rest) == {
-        ("all_gather", "tp"): 4 * L + 1,  # and of what the head takes
+        ("all_gather", "tp"): 4 * L
+        + 2,  # and of what the head takes, and of the gradient of what was looked up
         ("reduce_scatter", "tp"): 4 * L + 2,  # and of what the embedding gives, and the head's gradient
         ("all_reduce", "tp"): 2,  # the largest logit, the sum of exponentials
         ("all_reduce", "dp"): 1,  # how many targets count
@@ -145,7 +146,7 @@ def test_a_result_of_an_unknown_class_is_refused():
     )
     with pytest.raises(TraceError, match="CausalLMOutputWithPast") as caught:
         run(parameters(model), tokens())
-    assert "return its tensors" in str(caught.value)
+    assert "output.loss" in str(caught.value)
 
 
 # Mixtral.
@@ -209,7 +210,7 @@ def test_mixtral_grouped_over_dp_has_the_right_values():
 def test_experts_that_depend_on_data_are_refused():
     model = mixtral("eager")
     run = vs.parallelize(loss_of(model), vs.plans.mixtral(simulated({"dp": 2})))
-    with pytest.raises(TraceError, match="traced without values.* shapes are static") as caught:
+    with pytest.raises(TraceError, match="traced without values") as caught:
         run(parameters(model), batch())
     assert "where: " in str(caught.value)
 

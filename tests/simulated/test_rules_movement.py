@@ -60,6 +60,7 @@ CASES = [
     Case(aten.tril, (CUBE,), "0 1 2 P"),
     Case(aten.triu, (X, 1), "0 1 P"),
     Case(aten.tril, (X, -2), "0 1 P"),
+    Case(aten.trace, (X,), "0 1 P"),
 ]
 
 

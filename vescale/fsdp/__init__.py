@@ -1,8 +1,9 @@
 """Fully sharded data parallel: where parameters may be cut, and where they lie in flat buffers.
 
 Read in this order: `blocks` (what must not be cut), `spec` (a tensor to place), `planner` (`plan_buffer`,
-`plan_buckets`), `buffer_plan` (the result), `padding` (why a plan pads, and when that is too much). Underneath:
-`bound` (what counting allows), `search` (which shard sizes are tried), `packing` (whether one works).
+`plan_buckets`), `buffer_plan` (the result), `padding` (why a plan pads, and when that is too much).
+Underneath: `bound` (what counting allows), `search` (which shard sizes are tried), `packing` (whether one
+works), `buckets` (which tensors share a buffer).
 """
 
 from ..spmd.program.passes import DECISIONS, LISTING, Pass, register
@@ -12,6 +13,7 @@ from .buffer_plan import BufferPlan
 from .config import FSDP
 from .dbuffer import DBuffer
 from .into_buffer import into_buffer
+from .padding import Binding, binding, check_padding
 from .planner import plan_buckets, plan_buffer
 from .recompute import recompute
 from .schedule import schedule
@@ -36,4 +38,7 @@ __all__ = [
     "FSDP",
     "plan_buffer",
     "plan_buckets",
+    "Binding",
+    "binding",
+    "check_padding",
 ]

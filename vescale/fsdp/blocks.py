@@ -10,8 +10,8 @@ local rank is the same on every mesh, wherever the cuts happen to fall.
     Elements(n)    after every n elements                           all
     Whole()        never                                            ()
 
-A row is a run of the last dim. Blocks count from the tensor's start; rows count anew at each leading index, so
-that a block never spans two matrices of a stack. The last block may be short.
+A row is a run of the last dim. Blocks count from the tensor's start; rows count anew at each leading index,
+so that a block never spans two matrices of a stack. The last block may be short.
 """
 
 from __future__ import annotations

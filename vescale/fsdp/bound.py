@@ -30,9 +30,9 @@ def whole_blocks(elements: int, cuts: Cuts) -> int:
 def counting_bound(tensors: Mapping[tuple[int, Cuts], int], num_shards: int, grain: int) -> Floor:
     """The least shard size that counting allows, a multiple of `grain` elements.
 
-    From how many tensors there are of each (elements, cuts). With S the shard size and m shards, `m * S` holds all
-    elements, and for each block size g the `m * floor(S / g)` places for blocks of that size hold all whole
-    blocks of size g or more.
+    From how many tensors there are of each (elements, cuts). With S the shard size and m shards, `m * S`
+    holds all elements, and for each block size g the `m * floor(S / g)` places for blocks of that size hold
+    all whole blocks of size g or more.
 
     >>> counting_bound(
     ...     {(30, Cuts(10)): 1, (8, Cuts(4)): 2}, num_shards=2, grain=4
@@ -52,7 +52,7 @@ def counting_bound(tensors: Mapping[tuple[int, Cuts], int], num_shards: int, gra
     for block in sorted(counts, reverse=True):
         blocks += counts[block]
         floors.append(Floor(_ceil(blocks, num_shards) * block, block))
-    size, block = max(floors)
+    size, block = max(floors, key=lambda floor: (floor.size, -floor.block))
     return Floor(_ceil(size, grain) * grain, block)
 
 

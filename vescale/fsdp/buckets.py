@@ -1,10 +1,10 @@
 """Which tensors share a buffer, when one buffer for all would pad too much.
 
-A shard size suits the tensors whose strides divide it. So a buffer is opened with a size that is a multiple of the
-least common multiple of some strides, and filled with tensors that it suits until it is full; the rest goes to
-further buffers. Tensors of one width may end up in two of them, where the space that one width leaves is of use
-to another. Few such choices matter, so they are searched with a beam, by cost estimates; the cheapest splits
-are then packed. All counts are in collective units, as in `packing`.
+A shard size suits the tensors whose strides divide it. So a buffer is opened with a size that is a multiple
+of the least common multiple of some strides, and filled with tensors that it suits until it is full; the rest
+goes to further buffers. Tensors of one width may end up in two of them, where the space that one width leaves
+is of use to another. Few such choices matter, so they are searched with a beam, by cost estimates; the
+cheapest splits are then packed. All counts are in collective units, as in `packing`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def splits(kinds: Sequence[Kind], num_shards: int, charge: float) -> list[Split]
 
 
 class _State(NamedTuple):
-    """A split that isn't complete: what it may come to, what it costs so far, and what isn't in a buffer yet."""
+    """A split that isn't complete: what it may come to, what it costs so far, what is in no buffer yet."""
 
     hope: float
     spent: float

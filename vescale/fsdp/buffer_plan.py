@@ -129,7 +129,7 @@ class BufferPlan:
     def table(self) -> str:
         """The plan as text, tensors in the order of their addresses."""
         head = ("tensor", "shape", "block", "offset", "shards")
-        lines = [head]
+        lines: list[tuple[str, ...]] = [head]
         for number in sorted(range(len(self.specs)), key=lambda number: (self.starts[number], number)):
             spec, start = self.specs[number], self.starts[number]
             block = f"{spec.block} / {spec.period}" if spec.period else str(spec.block)
@@ -197,7 +197,7 @@ class BufferPlan:
         return str(first) if first == last else f"{first}-{last}"
 
     def _lines(self) -> tuple[list[tuple[str, list[tuple[int, int, int]]]], int]:
-        """What a picture shows: (label, [(tensor, start in the shard, elements)]) a line, and lines left out."""
+        """What a picture shows: (label, [(tensor, start in shard, elements)]) a line, and lines left out."""
         shards: dict[int, list[tuple[int, int, int]]] = {}
         alike: dict[int, int] = {}
         for number, (spec, start) in enumerate(zip(self.specs, self.starts)):

@@ -1,4 +1,4 @@
-"""Can these tensors be placed in shards of this size? A greedy answer, in time that no number of shards changes.
+"""Can these tensors be placed in shards of this size? A greedy answer, in time that grows with tensors alone.
 
 All counts are in collective units (16 bytes), so that alignment is exact integer arithmetic. Tensors that are
 alike in size and cuts make a `Kind`, and are placed together where they can be.
@@ -60,11 +60,11 @@ def gap(kind: Kind, shard: int, room: int) -> int | None:
     return None
 
 
-def pack(kinds: Sequence[Kind], shard: int, num_shards: int, *, patient: bool) -> list[Run] | None:
+def pack(kinds: Sequence[Kind], shard: int, num_shards: int) -> list[Run] | None:
     """Places for all tensors in `num_shards` shards, or None where this order finds none.
 
-    `kinds` come hardest first. At every step the hardest tensor that leaves no gap is placed, else the one with
-    the least gap. `patient` keeps tensors that fit anywhere for gaps that they fill.
+    `kinds` come hardest first. At every step the hardest tensor that leaves no gap is placed, else the one
+    with the least gap. Tensors that fit anywhere are kept for gaps that they fill.
     """
     left = [kind.count for kind in kinds]
     remaining = sum(kind.size * kind.count for kind in kinds)
@@ -86,7 +86,7 @@ def pack(kinds: Sequence[Kind], shard: int, num_shards: int, *, patient: bool) -
                 skipped = room % kind.block if in_step[number] else gap(kind, shard, room)
             if skipped is None or skipped >= least:
                 continue
-            if not skipped and patient and chosen >= 0 and least < kind.size <= room:
+            if not skipped and chosen >= 0 and least < kind.size <= room:
                 continue  # it would only push the harder ones out of step
             least, chosen = skipped, number
             if not skipped:

@@ -1,8 +1,9 @@
 """`plan_buffer` and `plan_buckets`: from specs to plans. Pure: no ranks, no memory, no devices.
 
-Given tensors with blocks, and m shards, find the least shard size and an address for each tensor so that tensors
-are contiguous and disjoint, no shard boundary cuts a block, and everything is aligned to the collective unit.
-The problem is NP-hard (veScale-FSDP, arXiv 2602.22437); `search` is a heuristic, `bound` says how far off it is.
+Given tensors with blocks, and m shards, find the least shard size and an address for each tensor so that
+tensors are contiguous and disjoint, no shard boundary cuts a block, and everything is aligned to the
+collective unit. The problem is NP-hard (veScale-FSDP, arXiv 2602.22437); `search` is a heuristic, `bound`
+says how far off it is.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ SAVING = 1 / 400
 def plan_buffer(specs: Sequence[TensorSpec], num_shards: int, unit: int = UNIT) -> BufferPlan:
     """Place the tensors of one bucket in one buffer of `num_shards` equal shards.
 
-    `unit` is in bytes: every tensor and every shard starts at a multiple of it. The shard size doesn't depend
-    on the order of `specs`, nor does planning time grow with `num_shards`. Tensors without elements are legal.
+    `unit` is in bytes: every tensor and every shard starts at a multiple of it. Tensors without
+    elements are legal. Planning time doesn't grow with `num_shards`.
 
-    Raises PlanError, by name, for mixed dtypes, names given twice, or a unit that isn't a whole number of items.
+    Raises PlanError, by name, for mixed dtypes, names given twice, or a unit that isn't a whole number of
+    items.
 
     >>> import torch
     >>> specs = [TensorSpec(name, (64, 64), torch.bfloat16, block=1024) for name in "qkvo"]
@@ -48,17 +50,18 @@ def plan_buffer(specs: Sequence[TensorSpec], num_shards: int, unit: int = UNIT) 
 def plan_buckets(specs: Sequence[TensorSpec], num_shards: int, unit: int = UNIT) -> tuple[BufferPlan, ...]:
     """Place the tensors of one bucket in as many buffers as it takes to keep the padding low.
 
-    Each dtype has buffers of its own. Those of one dtype are split by block width where that saves memory: tensors
-    whose cuts don't repeat with one shard size need not share it. Each further buffer costs a collective, and has
-    to make the shards smaller by 1/400 of the counting bound.
+    Each dtype has buffers of its own. Those of one dtype are split where that saves memory: tensors whose
+    cuts don't repeat with one shard size need not share it, and tensors of one width may go to several
+    buffers. Each further buffer costs a collective, and has to make the shards smaller by 1/400 of the
+    counting bound.
 
     Raises what `plan_buffer` raises, but for mixed dtypes.
 
     >>> import torch
-    >>> specs = [TensorSpec("wide", (70, 7168), torch.bfloat16, 7168)]
-    >>> specs += [TensorSpec("narrow", (700, 512), torch.bfloat16, 512)]
-    >>> plan_buffer(specs, 32).shard_size, [plan.shard_size for plan in plan_buckets(specs, 32)]
-    (28672, [21504, 11264])
+    >>> specs = [TensorSpec("wide", (64, 7168), torch.bfloat16, 7168)]
+    >>> specs += [TensorSpec("narrow", (640, 1536), torch.bfloat16, 1536)]
+    >>> plan_buffer(specs, 64).shard_size, [plan.shard_size for plan in plan_buckets(specs, 64)]
+    (43008, [7168, 15360])
     """
     check_names(specs)
     by_dtype: dict[torch.dtype, list[TensorSpec]] = {}
@@ -82,18 +85,19 @@ def _split(specs: tuple[TensorSpec, ...], num_shards: int, unit: int) -> tuple[B
             break
         waiting, plans = [iter(numbers) for numbers in alike.values()], []
         for buffer in split.buffers:
-            inside = sorted(
-                next(waiting[kind]) for kind, count in enumerate(buffer.counts) for _ in range(count)
-            )
+            inside = [next(waiting[kind]) for kind, count in enumerate(buffer.counts) for _ in range(count)]
+            if not plans:  # those without elements go along
+                inside += [number for number, spec in enumerate(specs) if not spec.elements]
             limit = math.ceil(buffer.shard * grain + spare)
-            plan = _place(tuple(specs[number] for number in inside), num_shards, unit, limit)
+            plan = _place(tuple(specs[number] for number in sorted(inside)), num_shards, unit, limit)
             if plan is None:
                 break
             spare -= plan.shard_size - buffer.shard * grain
             plans.append(plan)
         else:
             best, cost = tuple(plans), sum(plan.shard_size + charge for plan in plans)
-    return best
+    first = {spec.name: number for number, spec in enumerate(specs)}
+    return tuple(sorted(best, key=lambda plan: first[plan.specs[0].name]))
 
 
 def _place(
@@ -123,7 +127,7 @@ def _place(
 
 
 def _alike(specs: Sequence[TensorSpec], grain: int) -> dict[Kind, list[int]]:
-    """The kinds of tensors, in units, and the numbers of the specs of each. Those without elements are left out."""
+    """The kinds of tensors, in units, and the numbers of the specs of each; none for empty tensors."""
     numbers: dict[tuple[int, int, int], list[int]] = {}
     for number, spec in enumerate(specs):
         if spec.elements:

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from ..spmd.program.partition import AnyStep, Compute, LocalValue, Partitioned, operands_of, results_of
+from ..spmd.program.partition import AnyStep, Compute, LocalValue, Partitioned, operands, results
 from .schedule import is_view, origin_of, renamed
 
 SMALL = 16 * 1024  # bytes on a rank: not worth an op
@@ -30,26 +30,26 @@ def recompute(partitioned: Partitioned) -> Partitioned:
         return partitioned
     steps, values = partitioned.steps, list(partitioned.values)
     backward = [origin_of(step).region == "backward" for step in steps]
-    read = {number for index, step in enumerate(steps) if backward[index] for number in operands_of(step)}
+    read = {number for index, step in enumerate(steps) if backward[index] for number in operands(step)}
     views: dict[int, AnyStep] = {}
     for index, step in enumerate(steps):
         if not backward[index] and is_view(step):
-            views.update(dict.fromkeys(results_of(step), step))
+            views.update(dict.fromkeys(results(step), step))
     kept = set(read)  # what is read in the backward, and what the views that are read there are views of
     for number in sorted(views, reverse=True):
         if number in kept:
-            kept.update(operands_of(views[number]))
+            kept.update(operands(views[number]))
     shown = set(partitioned.outputs)
     again: dict[int, AnyStep] = {}  # value -> the step that makes it once more
     for index, step in enumerate(steps):
         if backward[index]:
             continue
-        if is_view(step) and operands_of(step)[0] in again:
-            again.update(dict.fromkeys(results_of(step), step))
+        if is_view(step) and operands(step)[0] in again:
+            again.update(dict.fromkeys(results(step), step))
         elif _is_elementwise(step, values):
-            (result,) = results_of(step)
+            (result,) = results(step)
             # A value that is made again itself is not there for others to be made of.
-            there = kept.issuperset(operands_of(step)) and not again.keys() & set(operands_of(step))
+            there = kept.issuperset(operands(step)) and not again.keys() & set(operands(step))
             if result in kept and there and result not in shown:
                 again[result] = step
     names: dict[int, int] = {}
@@ -59,16 +59,16 @@ def recompute(partitioned: Partitioned) -> Partitioned:
         if number not in again or number in names:
             return
         step = again[number]
-        for operand in operands_of(step):
+        for operand in operands(step):
             remake(operand, user)
-        for result in results_of(step):
+        for result in results(step):
             values.append(values[result])
             names[result] = len(values) - 1
         done.append(_in_backward(renamed(step, names, True), user))
 
     for index, step in enumerate(steps):
         if backward[index]:
-            for number in operands_of(step):
+            for number in operands(step):
                 remake(number, step)
             step = renamed(step, names)
         done.append(step)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -35,9 +36,11 @@ from ..spmd.program.partition import (
     LocalValue,
     Move,
     Partitioned,
+    Start,
+    Wait,
     live,
-    operands_of,
-    results_of,
+    operands,
+    results,
 )
 from ..spmd.program.trace import gradient_of
 from ..spmd.redistribute_plan import plan
@@ -71,6 +74,11 @@ class _Program:
         self.old = partitioned
         self.steps: list[AnyStep] = list(partitioned.steps)
         self.values = list(partitioned.values)
+        self.tickets = count()
+
+    def ticket(self) -> int:
+        """A number for a collective that is started."""
+        return next(self.tickets)
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> int:
         device = self.values[0].meta.device
@@ -84,13 +92,13 @@ class _Program:
 
     def made_at(self) -> dict[int, int]:
         """Which step makes each value."""
-        return {number: index for index, step in enumerate(self.steps) for number in results_of(step)}
+        return {number: index for index, step in enumerate(self.steps) for number in results(step)}
 
     def users(self) -> dict[int, list[int]]:
         """The steps that read each value, in order."""
         found: dict[int, list[int]] = {}
         for index, step in enumerate(self.steps):
-            for number in dict.fromkeys(operands_of(step)):
+            for number in dict.fromkeys(operands(step)):
                 found.setdefault(number, []).append(index)
         return found
 
@@ -113,19 +121,22 @@ class _Program:
         return replace(self.old, steps=steps, values=tuple(self.values))
 
 
-def renamed(step: AnyStep, names: Mapping[int, int], results: bool = False) -> AnyStep:
-    """The step reading other values, and making others with `results`."""
+def renamed(step: AnyStep, names: Mapping[int, int], made: bool = False) -> AnyStep:
+    """The step reading other values, and making others with `made`."""
     at = lambda number: names.get(number, number)  # noqa: E731
     if isinstance(step, Move):
-        return replace(step, source=at(step.source), target=at(step.target) if results else step.target)
+        return replace(step, source=at(step.source), target=at(step.target) if made else step.target)
+    assert not isinstance(step, (Start, Wait)), step  # none before this pass
     changed = replace(step, operands=tuple(map(at, step.operands)))
-    if results:
+    if made:
         changed = replace(changed, results=tuple(None if n is None else at(n) for n in step.results))
     return changed
 
 
 def origin_of(step: AnyStep) -> Origin:
     """Where a step came from."""
+    if isinstance(step, Wait):
+        return step.start.origin
     return step.node.origin if isinstance(step, Compute) else step.origin
 
 
@@ -173,7 +184,7 @@ def _bucket_gathers(program: _Program, buckets: Sequence[Bucket], parameters: Ma
         )
         before.setdefault(at, []).extend(starts[number][0])
     for number, gather in enumerate(gathers):
-        before.setdefault(gather.users[0], []).append(starts[number][1])
+        before.setdefault(gather.users[0], []).extend(starts[number][1])
         before[gather.users[0]] += [renamed(program.steps[at], gather.names, True) for at in gather.views]
         dropped += gather.views
         for at in gather.users:
@@ -195,8 +206,8 @@ def _members(
         sources = [number]
         for at in users.get(number, ()):
             step = program.steps[at]
-            if _is_cast(step) and program.values[results_of(step)[0]].meta.dtype == bucket.gather_dtype:
-                sources.append(results_of(step)[0])
+            if _is_cast(step) and program.values[results(step)[0]].meta.dtype == bucket.gather_dtype:
+                sources.append(results(step)[0])
         for source in sources:
             if program.values[source].meta.dtype != bucket.gather_dtype:
                 continue
@@ -213,11 +224,11 @@ def _members(
         return None, []
     reach, chain, using = set(members), [], []
     for at, step in enumerate(program.steps):
-        if not reach.intersection(operands_of(step)):
+        if not reach.intersection(operands(step)):
             continue
         if is_view(step):
             chain.append(at)
-            reach.update(results_of(step))
+            reach.update(results(step))
         else:
             using.append(at)
     if reach & outputs or not using:
@@ -244,24 +255,24 @@ def _split(program: _Program, gather: _Gather, others: Sequence[_Gather]) -> lis
 
 def _only(program: _Program, gather: _Gather, users: list[int], fresh: bool) -> _Gather:
     """What of a gather these users need, under new names if `fresh`."""
-    needed = {number for at in users for number in operands_of(program.steps[at])}
+    needed = {number for at in users for number in operands(program.steps[at])}
     chain: list[int] = []
     for at in reversed(gather.views):
-        if needed.intersection(results_of(program.steps[at])):
+        if needed.intersection(results(program.steps[at])):
             chain.insert(0, at)
-            needed.update(operands_of(program.steps[at]))
+            needed.update(operands(program.steps[at]))
     members = {value: index for value, index in gather.members.items() if value in needed}
     names: dict[int, int] = {}
     if fresh:
-        remade = [*members, *(number for at in chain for number in results_of(program.steps[at]))]
+        remade = [*members, *(number for at in chain for number in results(program.steps[at]))]
         names = {number: program.copy(number) for number in remade}
     return _Gather(gather.bucket, members, chain, users, names)
 
 
 def _start(
     program: _Program, gather: _Gather, parameters: Mapping[str, int]
-) -> tuple[list[AnyStep], AnyStep]:
-    """The steps that gather a bucket, and the one that takes views of the buffer."""
+) -> tuple[list[AnyStep], list[AnyStep]]:
+    """The steps that start to gather a bucket, and those that end it and take views of the buffer."""
     bucket, mesh = gather.bucket, gather.bucket.rest[0].mesh
     origin = replace(origin_of(program.steps[gather.users[0]]), module=bucket.name)
     shard_layout, whole_layout = bucket.flat(mesh, "shard"), bucket.flat(mesh, "whole")
@@ -277,13 +288,19 @@ def _start(
         shard = low
     (step,) = plan(shard_layout, whole_layout)
     whole = program.new(bucket.shape, bucket.gather_dtype, whole_layout)
-    steps.append(
-        Move(step, shard, whole, Cause(f"{bucket.label}, {len(bucket.names)} parameters", "plan"), origin)
-    )
+    cause = Cause(f"{bucket.label}, {len(bucket.names)} parameters", "plan")
+    move, end = Move(step, shard, whole, cause, origin), list[AnyStep]()
+    if bucket.prefetch:
+        start = Start((move,), program.ticket())
+        steps.append(start)
+        end.append(Wait(start))
+    else:
+        steps.append(move)
     there = tuple(gather.members.values())
-    results = tuple(gather.names.get(value, value) for value in gather.members)
+    named = tuple(gather.names.get(value, value) for value in gather.members)
     take = lambda rank: views([in_whole(bucket, rank)[index] for index in there])  # noqa: E731
-    return steps, Local(f"parameters of {bucket.label}", take, (whole,), results, origin, shares=True)
+    end.append(Local(f"parameters of {bucket.label}", take, (whole,), named, origin, shares=True))
+    return steps, end
 
 
 # Reductions.
@@ -304,9 +321,9 @@ def _bucket_reductions(program: _Program, bucket: Bucket) -> None:
             if step.step.src.partials.get(bucket.axis) == "sum" and step.source in makers:
                 firsts[index] = at
         elif step.step.kind == "all_reduce" and step.step.axes == bucket.replicas and index in firsts:
-            if step.source == results_of(program.steps[firsts[index]])[0]:
+            if step.source == results(program.steps[firsts[index]])[0]:
                 seconds[index] = at
-    dtypes = {program.values[operands_of(program.steps[at])[0]].meta.dtype for at in firsts.values()}
+    dtypes = {program.values[operands(program.steps[at])[0]].meta.dtype for at in firsts.values()}
     if not firsts or len(dtypes) > 1:
         return
     (dtype,) = dtypes
@@ -316,21 +333,19 @@ def _bucket_reductions(program: _Program, bucket: Bucket) -> None:
     lasts = seconds if together else firsts
     sources: dict[int, int] = {}
     for index, at in firsts.items():
-        source = operands_of(program.steps[at])[0]
+        source = operands(program.steps[at])[0]
         maker = program.steps[makers[source]]
         if _is_cast(maker) and users[source] == [at] and source not in outputs:
             dropped.append(makers[source])
-            source = operands_of(maker)[0]
+            source = operands(maker)[0]
         sources[index] = source
     if any(source not in makers for source in sources.values()):
         return
     end = max(makers[source] for source in sources.values())
-    results = {index: results_of(program.steps[at])[0] for index, at in lasts.items()}
-    if any(at <= end for number in results.values() for at in users.get(number, ())):
+    final = {index: results(program.steps[at])[0] for index, at in lasts.items()}
+    if any(at <= end for number in final.values() for at in users.get(number, ())):
         return  # somebody reads a gradient before the last one is there
-    if together and any(
-        users.get(results_of(program.steps[at])[0]) != [seconds[i]] for i, at in firsts.items()
-    ):
+    if together and any(users.get(results(program.steps[at])[0]) != [seconds[i]] for i, at in firsts.items()):
         return
 
     there = tuple(sorted(sources, key=lambda index: makers[sources[index]]))
@@ -363,7 +378,7 @@ def _bucket_reductions(program: _Program, bucket: Bucket) -> None:
             f"gradients at rest of {bucket.label}",
             take,
             (buffer,),
-            tuple(results[index] for index in there),
+            tuple(final[index] for index in there),
             origin,
             shares=True,
         )

@@ -1,9 +1,10 @@
 """The least shard size for which a packing is found.
 
-The published heuristic (veScale-FSDP, arXiv 2602.22437) tries multiples of cumulative least common multiples of
-the blocks, and places tensors in one order. Here the candidates are multiples of the least common multiple of
-any set of block widths, smallest first: a width that no tensor with two boundaries in it has need not divide
-the shard. Each is tried with several orders, and small tensors fill the gaps of large ones.
+The published heuristic (veScale-FSDP, arXiv 2602.22437) tries multiples of cumulative least common multiples
+of the blocks, and places tensors in one order. Here the candidates are multiples of the least common multiple
+of any set of block widths, smallest first: a width that no tensor with two boundaries in it has need not
+divide the shard. Each is tried in two orders: the hardest tensor that leaves no gap, with small ones to fill
+the gaps of large ones, and the order in which they are declared.
 """
 
 from __future__ import annotations
@@ -24,14 +25,6 @@ MAX_TRIES, MAX_IMPROVEMENTS = 24, 16
 Found = tuple[
     int, list[tuple[Kind, Run]]
 ]  # shard size, and runs of tensors with the kind they are of, in units
-
-
-def hardest_first(kinds: Sequence[Kind]) -> list[list[Kind]]:
-    """The orders to try: by block, by size, by how many shards a tensor spans."""
-    return [
-        sorted(kinds, key=lambda kind: (-min(kind.block, kind.size), -kind.size, kind)),
-        sorted(kinds, key=lambda kind: (-kind.size, -kind.block, kind)),
-    ]
 
 
 def strides(kinds: Sequence[Kind]) -> list[int]:
@@ -67,7 +60,7 @@ def candidates(kinds: Sequence[Kind], bound: int, most: int) -> Iterator[tuple[i
 
 
 def estimate(kinds: Sequence[Kind], bound: int) -> int:
-    """What the shard will come to, without packing: the bound, rounded up until every tensor fits somewhere."""
+    """What the shard comes to, without packing: the bound, rounded up until every tensor fits somewhere."""
     size = bound
     for _ in range(8):
         stuck = [kind.stride for kind in kinds if gap(kind, size, size) is None]
@@ -81,23 +74,21 @@ def estimate(kinds: Sequence[Kind], bound: int) -> int:
 def search(declared: Sequence[Kind], num_shards: int, bound: int, limit: int) -> Found | None:
     """The least shard size that a packing is found for, None when it would be `limit` or more.
 
-    `declared` are the tensors in the order they are declared in, neighbours that are alike together; `bound` is
-    the least size to try. A limit above all tensors' size is never reached.
+    `declared` are the tensors in the order they are declared in, neighbours that are alike together; `bound`
+    is the least size to try. A limit above all tensors' size is never reached.
     """
     counts = Counter[tuple[int, int, int]]()
     for kind in declared:
         counts[kind[:3]] += kind.count
     kinds = [Kind(*key, count) for key, count in counts.items()]
-    orders, total = hardest_first(kinds), sum(kind.size * kind.count for kind in kinds)
+    kinds.sort(key=lambda kind: (-kind.size, -kind.block, kind))  # hardest first
+    total = sum(kind.size * kind.count for kind in kinds)
 
     def attempt(size: int) -> Found | None:
-        for order in orders:
-            for patient in (True, False):
-                runs = pack(order, size, num_shards, patient=patient)
-                if runs is not None:
-                    return size, [(order[run.kind], run) for run in runs]
-        runs = pack_in_order(declared, size, num_shards)
-        return None if runs is None else (size, [(declared[run.kind], run) for run in runs])
+        runs, order = pack(kinds, size, num_shards), kinds
+        if runs is None:
+            runs, order = pack_in_order(declared, size, num_shards), declared
+        return None if runs is None else (size, [(order[run.kind], run) for run in runs])
 
     most, best, below, tries = max(total, bound), None, {}, 0
     for size, grain in candidates(kinds, bound, min(most, limit)):
@@ -107,11 +98,13 @@ def search(declared: Sequence[Kind], num_shards: int, bound: int, limit: int) ->
             if best is not None or tries == MAX_TRIES:
                 break
         below[grain] = size
-    if best is None:
-        best = attempt(most) if most <= limit else None
+    if best is None and most <= limit:
+        best = attempt(most)  # one shard holds everything; from there down, by steps that suit all tensors
+        whole = max(grains(kinds))
+        below.setdefault(whole, (bound - 1) // whole * whole)
     if best is None:
         return None
-    # Between the last candidate of a grain below the best and the best there are multiples that were not tried.
+    # Of each grain there are multiples between its last candidate and the best that were not tried.
     tries = 0
     for grain, size in sorted(below.items(), reverse=True):
         low, high = size // grain, (best[0] - 1) // grain

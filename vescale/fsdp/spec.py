@@ -10,7 +10,7 @@ from operator import index
 import torch
 
 from .._errors import PlanError, explain
-from .blocks import Block, Cuts, Rows  # noqa: F401 (Rows: in the example)
+from .blocks import Block, Cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,13 @@ class TensorSpec:
     """A tensor to be placed in a buffer: its name, shape, dtype, and blocks in elements.
 
     It may be cut after each multiple of `block` elements. With a `period` blocks count anew after each
-    multiple of it: cuts are at `a * period + b * block`, which is what `vs.Rows` means for a stack of matrices
-    whose height isn't a multiple of the rows. `TensorSpec.of` takes a block such as `vs.Rows(128)` instead.
+    multiple of it: cuts are at `a * period + b * block`, which is what `vs.Rows` means for a stack of
+    matrices whose height isn't a multiple of the rows. `TensorSpec.of` takes a block such as `vs.Rows(128)`
+    instead.
 
     Raises PlanError for a 0-d tensor, and for a block or period that isn't a positive whole number.
 
+    >>> from vescale.fsdp import Rows
     >>> TensorSpec.of("w", (256, 64), torch.bfloat16, Rows(128)).block
     8192
     """

@@ -1,6 +1,6 @@
 """The C form of the draws on cpu: built on first use, and never needed.
 
-`philox.c` computes what `numbers.py` computes, bit for bit, in a fifth of the time or less. It is
+`philox.c` computes what `numbers.py` computes, bit for bit, in a tenth of the time or so. It is
 compiled with the system's C compiler at the first draw of more than a few thousand numbers, kept in
 the user's cache directory under a hash of everything that it depends on, and checked against the
 torch form when it is loaded. Without a compiler, or when anything of this fails, the torch form
@@ -157,11 +157,11 @@ def _cpu() -> str:
 
 def _cache() -> Path | None:
     """The folder for compiled files, ours alone; None when there can't be one."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vescale"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vescale"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
-    except OSError:
+    except (OSError, RuntimeError):  # no home, or one that can't be written
         return None
     # What others can write we don't load.
     private = state.st_uid == os.getuid() and not state.st_mode & 0o022

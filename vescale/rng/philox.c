@@ -17,7 +17,9 @@
 #error "64-bit integers are not two words, low one first"
 #endif
 
-enum { BATCH = 256 }; /* blocks at a time: 4 KB of words stay in the first cache */
+/* BATCH: blocks at a time, of which the 4 KB of words stay in the first cache. SHORT: the blocks or elements
+ * of a run up to which it is cheaper to copy that many than to count. */
+enum { BATCH = 256, SHORT = 16 };
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof(*(array))))
 #define EACH(i, n) for (int i = 0; i < (n); i++)
@@ -155,12 +157,15 @@ static const struct {
 /* out := the elements of `kind` whose indices are the runs start + r stride + [0, length), r < count,
  * one after the other; runs holds n rows (start, length, stride, count). */
 void vescale_draw(int kind, const int64_t *key, const int64_t *runs, int64_t n, char *out) {
-    uint64_t number[BATCH];
+    uint64_t number[BATCH + SHORT];
     uint32_t words[4 * BATCH];
-    int64_t values[4 * BATCH];
+    int64_t values[4 * BATCH + SHORT];
     int skip[BATCH], taken[BATCH]; /* pieces of the batch that go to out: a block is in one at least */
     const int per = KINDS[kind].per, size = KINDS[kind].size;
+    const int shift = per >> 1; /* log2 of 4 or 2: a division would take as long as the draw of a short run */
     int blocks = 0, pieces = 0;
+    int64_t left = 0; /* elements that are still to be written */
+    for (int64_t row = 0; row < n; row++) left += runs[4 * row + 1] * runs[4 * row + 3];
     for (int64_t row = 0; row <= n; row++) {
         const int64_t *run = runs + 4 * row;
         const int last = row == n; /* one more turn empties the batch */
@@ -168,12 +173,16 @@ void vescale_draw(int kind, const int64_t *key, const int64_t *runs, int64_t n, 
             int64_t start = last ? 0 : run[0] + r * run[2], stop = last ? 0 : start + run[1];
             while (start < stop || (last && blocks)) {
                 if (!last) {
-                    int64_t first = start / per, room = BATCH - blocks, need = (stop - 1) / per - first + 1;
-                    int64_t take = need < room ? need : room, end = (first + take) * per;
+                    int64_t first = start >> shift, room = BATCH - blocks, need = ((stop - 1) >> shift) - first + 1;
+                    int64_t take = need < room ? need : room, end = (first + take) << shift;
                     end = end < stop ? end : stop;
-                    skip[pieces] = blocks * per + (int)(start % per);
+                    skip[pieces] = blocks * per + (int)(start & (per - 1));
                     taken[pieces++] = (int)(end - start);
-                    EACH(i, (int)take) number[blocks + i] = (uint64_t)(first + i);
+                    if (take <= SHORT) { /* of fixed length: what is too much is overwritten */
+                        EACH(i, SHORT) number[blocks + i] = (uint64_t)(first + i);
+                    } else {
+                        EACH(i, (int)take) number[blocks + i] = (uint64_t)(first + i);
+                    }
                     blocks += (int)take;
                     start = end;
                     if (blocks < BATCH) continue;
@@ -182,18 +191,20 @@ void vescale_draw(int kind, const int64_t *key, const int64_t *runs, int64_t n, 
                 if (pieces == 1 && !skip[0] && taken[0] == blocks * per) {
                     KINDS[kind].convert(words, taken[0], out);
                     out += (int64_t)taken[0] * size;
+                    left -= taken[0];
                 } else {
                     KINDS[kind].convert(words, blocks * per, values);
                     EACH(i, pieces) {
                         const char *from = (const char *)values + (int64_t)skip[i] * size;
-                        if (taken[i] > 16) { /* a call of memcpy costs more than a few elements */
+                        if (taken[i] > SHORT || left < SHORT) {
                             memcpy(out, from, (size_t)taken[i] * size);
-                        } else if (size == 4) {
-                            EACH(j, taken[i]) memcpy(out + 4 * j, from + 4 * j, 4);
+                        } else if (size == 4) { /* of fixed length, as above: a call costs more than the copy */
+                            memcpy(out, from, SHORT * 4);
                         } else {
-                            EACH(j, taken[i]) memcpy(out + 8 * j, from + 8 * j, 8);
+                            memcpy(out, from, SHORT * 8);
                         }
                         out += (int64_t)taken[i] * size;
+                        left -= taken[i];
                     }
                 }
                 blocks = pieces = 0;

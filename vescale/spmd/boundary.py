@@ -28,11 +28,12 @@ def enter(
     layouts: Sequence[Layout | None],
     hidden: Sequence[torch.Tensor],
     mismatch: Callable[[int, DTensor, Layout], Exception],
+    strided: bool = False,
 ) -> list[list[torch.Tensor]]:
     """The local inputs of each hosted rank. Plain tensors, also the closed-over ones, are global values.
 
     Leaves whose layout is None are static. `mismatch(index, leaf, layout)` words the error for a DTensor
-    that is not in the layout that the program was made for.
+    that is not in the layout that the program was made for. With `strided` pieces need not be contiguous.
     """
     inputs: list[list[torch.Tensor]] = [[] for _ in mesh.local_ranks]
     only = inputs[0] if len(inputs) == 1 else None
@@ -47,7 +48,7 @@ def enter(
                 only.append(local if local.is_contiguous() else local.contiguous())
                 continue
             for values, local in zip(inputs, leaf._locals, strict=True):
-                values.append(local if local.is_contiguous() else local.contiguous())
+                values.append(local if strided or local.is_contiguous() else local.contiguous())
         else:
             for values, rank in zip(inputs, mesh.local_ranks, strict=True):
                 values.append(local_slice(leaf.detach(), layout, rank).contiguous())
@@ -58,7 +59,7 @@ def enter(
 
 
 class Apart:
-    """Gives the inputs at some places memory of their own where they share it with another input.
+    """Gives the inputs at some places memory of their own where they share it with another one, of any rank.
 
     A program that overwrites an input would otherwise change the other: a tensor passed twice, a view of one.
     What was found apart is not looked at again while it stays where it is, as what is updated in place does.
@@ -66,27 +67,26 @@ class Apart:
 
     def __init__(self, places: frozenset[int]) -> None:
         self.places = places
-        self._apart: list[list[int]] = []  # where the inputs of each rank began when they were last looked at
+        self._apart: list[int] = []  # where the inputs of all ranks began when they were last looked at
 
     def __call__(self, inputs: Sequence[list[torch.Tensor]]) -> None:
-        starts = [[value.data_ptr() for value in values] for values in inputs]
+        starts = [value.data_ptr() for values in inputs for value in values]
         if starts == self._apart:
             return
-        shared = [self._separate(values, at) for values, at in zip(inputs, starts, strict=True)]
-        self._apart = [] if any(shared) else starts
-
-    def _separate(self, values: list[torch.Tensor], starts: list[int]) -> bool:
-        """Whether any had to be copied."""
+        self._apart = starts
+        where = [(values, place) for values in inputs for place in range(len(values))]
         end, holder, shared = -1, -1, set[int]()
-        for place in sorted(range(len(values)), key=starts.__getitem__):
+        for at in sorted(range(len(where)), key=starts.__getitem__):
+            values, place = where[at]
             size = values[place].nbytes
-            if size and starts[place] < end:
-                shared |= self.places.intersection((place, holder))
-            if size and starts[place] + size > end:
-                end, holder = starts[place] + size, place
-        for place in shared:
-            values[place] = values[place].clone()
-        return bool(shared)
+            if size and starts[at] < end:
+                shared |= {at, holder}
+            if size and starts[at] + size > end:
+                end, holder = starts[at] + size, at
+        for values, place in (where[at] for at in shared):
+            if place in self.places:
+                values[place] = values[place].clone()
+                self._apart = []
 
 
 def own(results: Sequence[list[Any]], shared: Sequence[int]) -> Sequence[list[Any]]:

@@ -195,12 +195,16 @@ def deferred(make: Callable[[], T]) -> tuple[T, Deferred]:
     """What `make()` returns, its tensors fake, and how to make them real.
 
     Generators advance as if make ran plainly. Raises TraceError for calls that can't be run later: a write to
-    a tensor that existed before, or memory that is resized.
+    a tensor that existed before, memory that is resized, a numpy array of a tensor, a lazy parameter.
     """
     record, mode = Deferred(), FakeTensorMode()
-    with mode, _Recorder(record, mode):
-        made = make()
-    return made, record
+    try:
+        with mode, _Recorder(record, mode):
+            return make(), record
+    except RuntimeError as error:
+        if "subclass" in str(error):  # torch's words for what fake tensors can't do: numpy(), lazy parameters
+            raise _refused(str(error).splitlines()[0]) from error
+        raise
 
 
 class _Recorder(TorchDispatchMode):
@@ -210,6 +214,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.record, self.fake_mode = record, fake_mode
         self.twins: dict[int, tuple[Tensor, Tensor]] = {}  # of real tensors, by id: themselves and a fake
+        self.scratch: torch.UntypedStorage | None = None
         self.fresh: set[int] = set()  # memory of real tensors that only the constructor knows
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,7 +244,7 @@ class _Recorder(TorchDispatchMode):
             torch.get_default_dtype(),
             None,
         )
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and not any(t.is_meta for t in operands):
             call = self.draw(call, operands, written)
         try:
             result = func(*args, **kwargs)
@@ -291,7 +296,7 @@ class _Recorder(TorchDispatchMode):
             found = dict(zip(views, self.record.values(views), strict=True))
 
         def real(view: View) -> Tensor:
-            return found[view] if view in found else _empty(view)
+            return found[view] if view in found else self.empty(view)
 
         with no_modes(), torch.no_grad():
             generator.set_state(draw.state)
@@ -300,6 +305,14 @@ class _Recorder(TorchDispatchMode):
                 **{name: _mapped(value, View, real) for name, value in call.kwargs.items()},
             )
         return replace(call, draw=draw)
+
+    def empty(self, view: View) -> Tensor:
+        """Memory to draw into. It is used again: freed for each draw, it would leave holes in the heap."""
+        size = self.record.sizes[view.memory]
+        if self.scratch is None or self.scratch.nbytes() < size or self.scratch.device != view.device:
+            self.scratch = None
+            self.scratch = torch.UntypedStorage(size, device=view.device)
+        return view.of(self.scratch)
 
     def ask(self, call: Call) -> Any:
         """The answer to a call that needs values: a Python value, or tensors whose shapes depend on them."""
@@ -343,10 +356,6 @@ def _refused(what: str) -> TraceError:
             remedy="build the module plainly, and pass it to vs.parallelize",
         )
     )
-
-
-def _empty(view: View) -> Tensor:
-    return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=view.device)
 
 
 @contextmanager

@@ -91,7 +91,8 @@ class DTensor(Tensor):
                 )
             )
         dtype = locals[0].dtype
-        self = _compat.make_wrapper(cls, layout.shape, dtype, mesh.device, requires_grad)
+        order = _strides_like(locals[0], layout.shape)
+        self = _compat.make_wrapper(cls, layout.shape, order, dtype, mesh.device, requires_grad)
         self.mesh, self.layout = mesh, layout
         _seen.add(mesh)
         self._locals, self._copied, self._kind = list(locals), None, None
@@ -365,6 +366,20 @@ class DTensor(Tensor):
         return chunk.of(self._locals[where])
 
 
+def _strides_like(piece: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Strides of a dense tensor whose dims are ordered in memory as those of `piece`; None: as they come.
+
+    Autograd asks: which formula gives a matmul's gradient, and so its bits, depends on what is transposed.
+    """
+    if piece.is_contiguous() or piece.dim() != len(shape) or 0 in piece.stride():
+        return None
+    found, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (piece.stride(dim), -dim)):
+        found[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(found)
+
+
 class _Gone(list):
     """In the place of the pieces of a donated tensor: (argument path, call). Any use of them is an error."""
 
@@ -387,7 +402,8 @@ class _Gone(list):
 
 def wrap(locals: list[Tensor], mesh: Mesh, layout: Layout, dtype: torch.dtype, kind: Any) -> DTensor:
     """A DTensor of pieces that are known to fit: `DTensor(...)` at half the cost. Its mesh is a known one."""
-    self = _compat.make_wrapper(DTensor, layout.shape, dtype, mesh.device, False)
+    order = None if locals[0].is_contiguous() else _strides_like(locals[0], layout.shape)
+    self = _compat.make_wrapper(DTensor, layout.shape, order, dtype, mesh.device, False)
     self.mesh, self.layout, self._locals, self._copied, self._kind = mesh, layout, locals, None, kind
     return self
 

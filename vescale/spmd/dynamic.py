@@ -3,6 +3,9 @@
 The plan places what goes in, pins activations, and lays results as a program would. Between, every op of
 fn is an op on DTensors, decided by itself. Nothing is traced: prints, breakpoints, `.item()` and control flow
 on values work.
+
+Results have the bits of static mode where both decide alike. An op here finishes the sum that it leaves; a
+program may carry it through linear ops, or take a value in another layout because of what comes later.
 """
 
 from __future__ import annotations

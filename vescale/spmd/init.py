@@ -13,7 +13,9 @@ from .._errors import ArgumentError, explain
 from .agree import digest, same_on_all
 from .deferred import Deferred, deferred
 from .dtensor import DTensor
+from .layout import Layout
 from .locals import local_slice
+from .mesh import Mesh
 from .parallel_module import ParallelModule, buffer_layout
 from .plan import Plan
 
@@ -36,7 +38,7 @@ def init(
     >>> import torch, vescale as vs
     >>> plan = vs.Plan(vs.make_mesh({"tp": 2}), params={"weight": vs.P(tp=vs.Shard(0))})
     >>> model = vs.init(torch.nn.Linear, 4, 6, plan=plan, seed=0)
-    >>> model.params["weight"].to_local(0).shape
+    >>> model.params["weight"].locals[0].shape
     torch.Size([3, 4])
     >>> _ = torch.manual_seed(0)
     >>> torch.equal(model.params["weight"].full_tensor(), torch.nn.Linear(4, 6).weight)
@@ -59,7 +61,7 @@ def init(
     if not isinstance(module, nn.Module):
         raise ArgumentError(
             explain(
-                f"a {type(module).__name__} from {getattr(make, '__qualname__', make)}",
+                f"{getattr(make, '__qualname__', make)} made a {type(module).__name__}",
                 rule="init makes a module: the first argument is its class, or a function that returns one",
                 remedy="return the module",
             )
@@ -68,29 +70,24 @@ def init(
     resolved = plan.resolve_leaves(list(params), list(params.values()))
     layouts = {entry.path: entry.rest for entry in resolved}
     layouts |= {name: buffer_layout(plan, name, buffer) for name, buffer in buffers.items()}
-
-    def placed(name: str, tensor: Tensor) -> DTensor:
-        value, layout = _real(record, tensor, name), layouts[name]
-        pieces = [
-            local_slice(value, layout, rank).to(mesh.device).clone(memory_format=torch.contiguous_format)
-            for rank in mesh.local_ranks
-        ]
-        return DTensor(pieces, mesh, layout)
-
-    sharded = {name: placed(name, tensor) for name, tensor in {**params, **buffers}.items()}
+    whole = {**params, **buffers}
+    # All of them first: pieces that are allocated between whole parameters leave holes that fit none.
+    sharded = {name: _empty(mesh, layouts[name], tensor.dtype) for name, tensor in whole.items()}
+    for name, tensor in whole.items():
+        value = _real(record, tensor, name)
+        for rank, piece in zip(mesh.local_ranks, sharded[name].locals, strict=True):
+            piece.copy_(local_slice(value, layouts[name], rank))
+        del value
     _settle(module, record)
     return ParallelModule(module, plan, ({n: sharded[n] for n in params}, {n: sharded[n] for n in buffers}))
 
 
+def _empty(mesh: Mesh, layout: Layout, dtype: torch.dtype) -> DTensor:
+    shapes = [layout.local_shape(rank) for rank in mesh.local_ranks]
+    return DTensor([torch.empty(shape, dtype=dtype, device=mesh.device) for shape in shapes], mesh, layout)
+
+
 def _real(record: Deferred, tensor: Tensor, name: str) -> Tensor:
-    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-        raise ArgumentError(
-            explain(
-                f"{name}, which has no shape before the first call",
-                rule="init makes parameters of known shapes",
-                remedy="build lazy modules plainly, run them once, and pass them to vs.parallelize",
-            )
-        )
     if not isinstance(tensor, FakeTensor):
         return tensor.detach()
     if tensor.device.type == "meta":

@@ -56,6 +56,13 @@ class ParallelModule:
     floating tensor among the arguments, requires one; the node can be differentiated once. Frozen parameters
     get neither a gradient nor a reduction. Results are DTensors. Inside a traced function use
     `vs.functional(model)`.
+
+    >>> import torch, vescale as vs
+    >>> plan = vs.Plan(vs.make_mesh({"tp": 2}), params={"weight": vs.P(tp=vs.Shard(0))})
+    >>> model = vs.parallelize(torch.nn.Linear(3, 4), plan)
+    >>> model(torch.ones(2, 3)).sum().backward()
+    >>> model.params["weight"].grad
+    DTensor(shape=(4, 3), dtype=float32, P(tp=Shard(0)) on Mesh(tp=2, simulated on cpu))
     """
 
     def __init__(

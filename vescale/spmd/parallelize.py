@@ -199,8 +199,7 @@ class Parallelized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1
-        signature = self._arguments.bind(args, kwargs)
-        entry = self._cache.get((*signature.key, self._module_state(signature.key)))
+        signature, entry = self._find(args, kwargs)
         closed_over = [get() for get in entry.closed_over] if entry is not None else []
         if entry is None or not entry.decision.takes(closed_over):
             entry = self._compile(signature)
@@ -242,6 +241,11 @@ class Parallelized:
     @functools.cached_property
     def _mesh(self) -> Mesh:
         return self._plan.hosted(self._name)
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Entry | None]:
+        """The signature of a call, and the program that is kept for it."""
+        signature = self._arguments.bind(args, kwargs)
+        return signature, self._cache.get((*signature.key, self._module_state(signature.key)))
 
     def _run(self, entry: Entry, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
         mesh, decision = self._mesh, entry.decision

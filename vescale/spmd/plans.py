@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from .._errors import PlanError, explain
 from .mesh import Mesh
 from .placements import InterleavedShard, P, Placement, Shard
 from .plan import Plan
@@ -64,15 +65,25 @@ def mixtral(
     """Mixtral and what has its names: `llama`, with `experts.gate_up_proj` and `experts.down_proj`.
 
     `experts` says how tp splits them: "inner", each along its intermediate dim, or "whole", some experts
-    a rank. Routers are on every rank. The other arguments are those of `llama`.
+    a rank. Routers are on every rank. The other arguments are those of `llama`. Of the library's
+    `experts_implementation`s these trace: "batched_mm", which looks up a matrix for each token, for "inner";
+    "grouped_mm" for both, though over dp it sorts the tokens of all ranks.
+
+    Raises PlanError for other `experts`.
     """
-    if experts == "inner":
-        split = {
-            r".*\.experts\.gate_up_proj": _on(mesh, tp=InterleavedShard(1, 2)),  # each: of gate and of up
-            r".*\.experts\.down_proj": _on(mesh, tp=Shard(2)),
-        }
-    else:
-        split = {r".*\.experts\.(gate_up|down)_proj": _on(mesh, tp=Shard(0))}
+    choices = {
+        "inner": (InterleavedShard(1, 2), Shard(2)),  # a rank: some of each gate, of each up and of each down
+        "whole": (Shard(0), Shard(0)),
+    }
+    if experts not in choices:
+        raise PlanError(
+            explain(f"experts={experts!r}", where="mixtral", rule='"inner" or "whole"', remedy="choose one")
+        )
+    gate_up, down = choices[experts]
+    split = {
+        r".*\.experts\.gate_up_proj": _on(mesh, tp=gate_up),
+        r".*\.experts\.down_proj": _on(mesh, tp=down),
+    }
     return llama(mesh, batch=batch, sequence=sequence, vocabulary=vocabulary) | Plan(mesh, split)
 
 

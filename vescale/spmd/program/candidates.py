@@ -191,10 +191,17 @@ def digit_of(factor: str, dims: Dims, pattern: Pattern) -> Digit | None:
 
 
 def alone(factor: str, pattern: Pattern) -> bool:
-    """Whether the factor is a dim of its own wherever it stands: then it may be sharded unevenly."""
+    """Whether the factor is a dim of its own wherever it stands: then it may be sharded unevenly.
+
+    Not where a result is alike on every rank: one that has nothing of the factor would have nothing of it.
+    """
     return all(
         dim == (factor,) for dims in (*pattern.operands, *pattern.results) for dim in dims if factor in dim
-    )
+    ) and not any(_elements(pattern, place) for place in pattern.alike.get(factor, ()))
+
+
+def _elements(pattern: Pattern, place: int) -> int:
+    return math.prod(pattern.sizes[name] for dim in pattern.results[place] for name in dim)
 
 
 def state_of(layout: Layout, axis: str) -> State:

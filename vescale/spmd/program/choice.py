@@ -68,17 +68,21 @@ def choose(
         states: list[list[tuple[State | Deferred, float]]] = [
             [
                 *(
-                    (state_of(layout, axis), _share(mesh, operand, layout, axis, split))
+                    (state_of(layout, axis), _share(mesh, operand.meta, layout, axis, split))
                     for layout in operand.layouts
                 ),
                 *([(ANY, operand.meta.nbytes)] if operand.deferred else []),
             ]
             for operand in operands
         ]
+        wished = [
+            (None, 0.0) if wish is None else (state_of(wish, axis), _share(mesh, meta, wish, axis, set()))
+            for meta, wish in zip(results, wishes)
+        ]
         asked = frozenset(
             name
-            for dims, wish in zip(pattern.results, wishes)
-            if wish is not None and isinstance(state := state_of(wish, axis), Digit)
+            for dims, (state, _) in zip(pattern.results, wished)
+            if isinstance(state, Digit)
             for name in dims[state.dim]
             if digit_of(name, dims, pattern) == state
         )
@@ -88,7 +92,7 @@ def choose(
         scored = [
             (score, candidate)
             for candidate in possible
-            if (score := _score(mesh.axis_size(axis), candidate, pattern, operands, states, results))
+            if (score := _score(mesh.axis_size(axis), candidate, pattern, operands, states, results, wished))
             is not None
         ]
         best, chosen[axis] = next(
@@ -129,8 +133,12 @@ def _score(
     operands: Sequence[Operand],
     states: Sequence[Sequence[tuple[State | Deferred, float]]],
     results: Sequence[TensorMeta],
+    wished: Sequence[tuple[State, float]],
 ) -> tuple[float, int, int, int] | None:
-    """(bytes moved, moves, Partials made, bytes of the results); None when the node can't do that."""
+    """(bytes moved, moves, Partials made, bytes of the results); None when the node can't do that.
+
+    For a result that is to be split count the bytes that splitting it so moves, unless it is whole.
+    """
     cost, moves = 0.0, 0
     try:
         for index, operand in enumerate(operands):
@@ -145,17 +153,20 @@ def _score(
     for place, meta in enumerate(results):
         result = candidate.result(pattern, place)
         partials += isinstance(result, Partial)
+        wish, nbytes = wished[place] if wished else (None, 0.0)
+        if isinstance(wish, Digit) and result not in (None, wish):
+            cost += nbytes * (size - 1) / size / (size if isinstance(result, Digit) else 1)
         memory += meta.nbytes // (1 if result is None or isinstance(result, Partial) else size)
     return cost, moves, partials, memory
 
 
-def _share(mesh: AbstractMesh, operand: Operand, layout: Layout, axis: str, split: set[str]) -> float:
-    """Bytes that a rank would hold with the operand whole over `axis`.
+def _share(mesh: AbstractMesh, meta: TensorMeta, layout: Layout, axis: str, split: set[str]) -> float:
+    """Bytes that a rank would hold with the value whole over `axis`.
 
     A value that the axis doesn't split would have to be cut, and gathered back, in the company of operands
-    that other axes split: then it is as small as if they split it too.
+    that the axes `split` do: then it is as small as if they split it too.
     """
     others = {other for other, placement in layout.spec.items() if not isinstance(placement, Partial)}
     if axis not in others:
         others |= split
-    return operand.meta.nbytes / math.prod(mesh.axis_size(other) for other in others - {axis})
+    return meta.nbytes / math.prod(mesh.axis_size(other) for other in others - {axis})

@@ -16,12 +16,20 @@ from .trace import is_strided_view
 
 aten = torch.ops.aten
 
+# Ops whose last result is the info of what went wrong, which they raise when told to check it.
+_CHECKING = (
+    aten.linalg_cholesky_ex.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_ldl_factor_ex.default,
+    aten.linalg_lu_factor_ex.default,
+    aten._linalg_solve_ex.default,
+)
 IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def cleanup(graph: Graph) -> Graph:
     """Drop aliases, undo transposes of transposes, share equal views, drop what nobody reads."""
-    return drop_dead(join_cross_entropy(share_views(in_values(graph))))
+    return drop_dead(join_cross_entropy(share_views(in_values(join_checks(graph)))))
 
 
 # What torch may only note on a tensor, to be done when it is read: a collective sends memory as it is.
@@ -88,6 +96,18 @@ def share_views(graph: Graph) -> Graph:
     return replace(
         graph, nodes=tuple(nodes), outputs=tuple(map_args(output, resolve) for output in graph.outputs)
     )
+
+
+def join_checks(graph: Graph) -> Graph:
+    """`linalg.inv` is `inv_ex`, then a look at its info that has no result: the op is to look itself."""
+    checked = {node.args[0].id for node in graph.nodes if node.op.name() == "aten::_linalg_check_errors"}
+    nodes = [
+        replace(node, kwargs=node.kwargs | {"check_errors": True})
+        if node.op in _CHECKING and node.outs[-1] in checked
+        else node
+        for node in graph.nodes
+    ]
+    return replace(graph, nodes=tuple(nodes))
 
 
 def join_cross_entropy(graph: Graph) -> Graph:

@@ -8,8 +8,8 @@
         ...
 
 Each value is dropped after its last use. A collective is a `yield` of its number and its input: the world
-that hosts the rank runs it, over all the ranks that it hosts, and sends the result back. Without
-collectives the program is a plain function.
+that hosts the rank runs it, over all the ranks that it hosts, and sends the result back; one that is started
+early yields twice, for a ticket and for the results. Without collectives the program is a plain function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ..._compat import FakeTensorMode, OpOverload, TorchDispatchMode
-from .emit import Call, Exchange, Instruction, Looks
+from .emit import Call, Exchange, Instruction, Looks, StartExchange, WaitExchange
 from .ir import Origin, Ref, map_args
 from .last_use import last_uses
 
@@ -65,6 +65,17 @@ def generate(
         if isinstance(instruction, Exchange):
             source, target = writer.variable(instruction.source), writer.variable(instruction.target)
             lines.append(f"    {target} = yield {exchanges}, {source}{comment}")
+            exchanges += 1
+            kept = set()
+        elif isinstance(instruction, StartExchange):
+            sources = "".join(f"{writer.variable(value)}, " for value in instruction.sources)
+            lines.append(f"    t{instruction.ticket} = yield {exchanges}, ({sources}){comment}")
+            exchanges += 1
+            kept = set()
+        elif isinstance(instruction, WaitExchange):
+            targets = "".join(f"v{value}, " for value in instruction.targets)
+            lines.append(f"    {targets}= yield {exchanges}, t{instruction.ticket}{comment}")
+            lines.append(f"    del t{instruction.ticket}")
             exchanges += 1
             kept = set()
         else:

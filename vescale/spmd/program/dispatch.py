@@ -27,7 +27,7 @@ from ..mesh import Mesh
 from . import foreach
 from .cache import ProgramCache
 from .ir import Graph, Node, Ref, TensorMeta, map_args
-from .partition import Move, Partitioned, partition, without_partials
+from .partition import Compute, Move, Partitioned, partition, without_partials
 from .program import Program, compile_partitioned
 from .running import updates_statistics
 from .trace import is_strided_view, trace
@@ -97,7 +97,7 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if func in _QUESTIONS:
         return _QUESTIONS[func](*args, **kwargs)
-    if torch.device(kwargs.get("device") or mesh.device) != mesh.device:
+    if kwargs.get("device") and torch.device(kwargs["device"]) != mesh.device:
         raise ArgumentError(
             explain(
                 f"device={kwargs['device']}",
@@ -124,7 +124,8 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _programs.put(key, found)
     if not _implicit.get():
         _refuse_moves(func, tensors, found.moves)
-    inputs = enter(mesh, tensors, layouts, (), lambda index, leaf, layout: AssertionError(layout))
+    mismatch = lambda index, leaf, layout: AssertionError(layout)  # noqa: E731
+    inputs = enter(mesh, tensors, layouts, (), mismatch, found.strided)
     outputs = leave(mesh, found.program(inputs), found.outputs)
     if written is not None:
         written.write(outputs[0]._locals)
@@ -144,6 +145,7 @@ class _Op:
     outputs: tuple[Layout | Static, ...]
     structure: type | None  # what holds several results
     moves: tuple[tuple[int, Layout], ...]  # the operands that move, and to which layout
+    strided: bool  # takes operands that are not contiguous, as it would in a program
 
 
 def _compile(
@@ -180,7 +182,8 @@ def _compile(
         Static(value) if number is None else partitioned.values[number].layout
         for value, number in zip(graph.outputs, partitioned.outputs, strict=True)
     )
-    return _Op(compile_partitioned(partitioned, mesh), outputs, structure[0], _moves(partitioned))
+    moves, program = _moves(partitioned), compile_partitioned(partitioned, mesh)
+    return _Op(program, outputs, structure[0], moves, not moves and _takes_strides(partitioned))
 
 
 def _without_stand_in(graph: Graph) -> Graph:
@@ -233,6 +236,18 @@ def _moves(partitioned: Partitioned) -> tuple[tuple[int, Layout], ...]:
             operands[step.target] = operands[step.source]
             moved[operands[step.target]] = step.step.dst
     return tuple(moved.items())
+
+
+_FLAT = (aten.view, aten._unsafe_view, aten.as_strided, aten.view_as_real, aten.view_as_complex)
+_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+def _takes_strides(partitioned: Partitioned) -> bool:
+    """Whether no kernel needs contiguous operands, nor what moves may be strided like them."""
+    ops = [step.node.op for step in partitioned.steps if isinstance(step, Compute)]
+    if any(isinstance(step, Move) for step in partitioned.steps):
+        return all(op in _MATMULS for op in ops)
+    return all(op.overloadpacket not in _FLAT for op in ops)
 
 
 def _refuse_moves(

@@ -11,7 +11,7 @@ import torch
 from ..redistribute import bind_local
 from ..rules.notation import LocalCall
 from .ir import Origin, Ref, map_args, refs_of
-from .partition import Compute, Local, Move, Partitioned
+from .partition import Compute, Local, Move, Partitioned, Start, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,42 @@ class Exchange:
         return [self.target]
 
 
-Instruction = Call | Exchange
+@dataclass(frozen=True, slots=True)
+class StartExchange:
+    """Begin a collective for several values; the rank goes on before it is done."""
+
+    sources: tuple[int, ...]
+    ticket: int
+    origin: Origin
+
+    def reads(self) -> Iterator[int]:
+        yield from self.sources
+
+    def makes(self) -> list[int]:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class WaitExchange:
+    """The results of the collective that was started with this ticket.
+
+    It counts as a reader of the sources: nothing overwrites or frees them while they may be being sent.
+    """
+
+    ticket: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    origin: Origin
+
+    def reads(self) -> Iterator[int]:
+        yield from self.sources
+
+    def makes(self) -> list[int]:
+        return list(self.targets)
+
+
+Instruction = Call | Exchange | StartExchange | WaitExchange
+EXCHANGES = (Exchange, StartExchange, WaitExchange)  # where a rank stops for the others
 
 Looks = Callable[[int], tuple[tuple[int, ...], torch.dtype]]
 
@@ -65,7 +100,8 @@ Looks = Callable[[int], tuple[tuple[int, ...], torch.dtype]]
 class Listing:
     """What one rank runs: instructions over numbered values.
 
-    `looks` tells the local shape and dtype of a value; `donated` are the inputs that may be overwritten.
+    `looks` tells the local shape and dtype of a value; `donated` are the inputs that may be overwritten;
+    `device` is the type of device.
     """
 
     instructions: tuple[Instruction, ...]
@@ -73,16 +109,20 @@ class Listing:
     outputs: tuple[int | None, ...]
     looks: Looks
     donated: frozenset[int] = frozenset()
-    device: torch.device = torch.device("cpu")
+    device: str = "cpu"
 
 
-def emit(step: Compute | Move | Local, partitioned: Partitioned, rank: int) -> Instruction:
+def emit(step: Compute | Move | Local | Start | Wait, partitioned: Partitioned, rank: int) -> Instruction:
     """The instruction of `rank` for a step."""
     if isinstance(step, Local):
-        operands = tuple(Ref(number) for number in step.operands)
+        taken = tuple(Ref(number) for number in step.operands)
         overwrites = step.operands[:1] if step.writes else ()
         fresh = not (step.shares or step.writes)
-        return Call(step.make(rank), operands, {}, step.results, True, step.origin, overwrites, fresh)
+        return Call(step.make(rank), taken, {}, step.results, True, step.origin, overwrites, fresh)
+    if isinstance(step, Start):
+        return StartExchange(step.sources, step.ticket, step.origin)
+    if isinstance(step, Wait):
+        return WaitExchange(step.start.ticket, step.start.sources, step.start.targets, step.start.origin)
     if isinstance(step, Move):
         if step.step.is_collective:
             return Exchange(step.source, step.target, step.origin)

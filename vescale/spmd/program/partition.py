@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -83,11 +82,38 @@ class Map:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Begin one collective for several moves, of one kind, axes, reductions and dtype. Passes make these."""
+
+    moves: tuple[Move, ...]
+    ticket: int
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        return tuple(move.source for move in self.moves)
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        return tuple(move.target for move in self.moves)
+
+    @property
+    def origin(self) -> Origin:
+        return self.moves[0].origin
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for a collective that was started: the targets of its moves exist from here on."""
+
+    start: Start
+
+
+@dataclass(frozen=True, slots=True)
 class Local:
     """Run a function of a rank's local values that is no ATen call: what passes put into a program.
 
     `make(rank)` is the function of that rank: operands -> list of results. Results may be memory of
-    operands with `shares`; with `writes` the first operand is overwritten, and is the first result.
+    operands with `shares`; with `writes` the first operand is overwritten, and is the one result.
     """
 
     name: str
@@ -99,18 +125,28 @@ class Local:
     writes: bool = False
 
 
-AnyStep = Compute | Move | Map | Local
+AnyStep = Compute | Move | Map | Local | Start | Wait
 
 
-def operands_of(step: AnyStep) -> tuple[int, ...]:
-    """The values that a step reads."""
-    return (step.source,) if isinstance(step, Move) else step.operands
+def operands(step: AnyStep) -> tuple[int, ...]:
+    """The values that a step reads; a wait reads the sources of its start."""
+    if isinstance(step, Move):
+        return (step.source,)
+    if isinstance(step, Start):
+        return step.sources
+    return step.start.sources if isinstance(step, Wait) else step.operands
 
 
-def results_of(step: AnyStep) -> tuple[int, ...]:
-    """The values that a step makes."""
-    results = (step.target,) if isinstance(step, Move) else step.results
-    return tuple(number for number in results if number is not None)
+def results(step: AnyStep) -> tuple[int, ...]:
+    """The values that a step makes: none at a start."""
+    if isinstance(step, Move):
+        return (step.target,)
+    if isinstance(step, Start):
+        return ()
+    if isinstance(step, Wait):
+        return step.start.targets
+    assert isinstance(step, (Compute, Map, Local))
+    return tuple(value for value in step.results if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -601,14 +637,12 @@ class _Walk:
         self, node: Node, pattern: Pattern, operands: list[int], wanted: Sequence[Iterable[Layout]] = ()
     ) -> tuple[dict[str, Candidate], float]:
         """The candidates and the bytes that they move, with the layouts `wanted` of operands for nothing."""
+        free = [(*self.available(value),) for value in operands]
+        for index, more in enumerate(wanted):
+            free[index] += (*more,)
         found = [
-            Operand(
-                self.metas[value],
-                (*self.available(value), *more),
-                value in self.deferred,
-                value in self.pinned,
-            )
-            for value, more in zip_longest(operands, wanted, fillvalue=())
+            Operand(self.metas[value], layouts, value in self.deferred, value in self.pinned)
+            for value, layouts in zip(operands, free, strict=True)
         ]
         outs = [out for out in node.outs if out is not None]
         results, wishes = [self.metas[out] for out in outs], [self.wishes.get(out) for out in outs]
@@ -645,11 +679,14 @@ class _Walk:
 def live(steps: Sequence[AnyStep], outputs: Sequence[int | None]) -> tuple[AnyStep, ...]:
     """The steps that an output depends on: views may have been taken in layouts that nobody used."""
     needed = {number for number in outputs if number is not None}
+    waited: set[int] = set()  # the tickets of starts that are needed
     kept: list[AnyStep] = []
     for step in reversed(steps):
-        if needed.intersection(results_of(step)):
+        if needed.intersection(results(step)) or (isinstance(step, Start) and step.ticket in waited):
             kept.append(step)
-            needed.update(operands_of(step))
+            needed.update(operands(step))
+            if isinstance(step, Wait):
+                waited.add(step.start.ticket)
     return tuple(reversed(kept))
 
 

@@ -20,6 +20,7 @@ from ..agree import stuck
 from ..layout import AbstractMesh
 from ..mapped_call import mapped_call
 from ..mesh import Mesh
+from ..overlap import bind_start
 from ..redistribute import Collective, bind
 from . import passes
 from .cause import REFUSED
@@ -35,7 +36,7 @@ from .mapped import (
     local_instruction,
     same,
 )
-from .partition import Compute, Local, Map, Move, Partitioned
+from .partition import AnyStep, Compute, Local, Map, Move, Partitioned, Start, Wait
 from .passes.memory import Memory
 from .wire import mapped_wires
 
@@ -86,21 +87,28 @@ def collectives(partitioned: Partitioned) -> Collectives:
     for step in partitioned.steps:
         if isinstance(step, Map):
             found += collectives_of(mapped_call(step.handle).traced)
-        elif isinstance(step, Move) and step.step.is_collective:
-            meta, move, reason = values[step.source].meta, step.step, step.cause.reason(step.step)
+        for move in _collective_moves(step):
+            meta, moved, reason = values[move.source].meta, move.step, move.cause.reason(move.step)
             found.append(
                 CollectiveInfo(
-                    move.kind,
-                    move.axes,
-                    move.bytes_moved(0, meta.dtype.itemsize),
+                    moved.kind,
+                    moved.axes,
+                    moved.bytes_moved(0, meta.dtype.itemsize),
                     str(meta),
-                    str(step.cause),
-                    str(step.origin),
+                    str(move.cause),
+                    str(move.origin),
                     reason,
-                    step.cause.remedy if reason in REFUSED else "",
+                    move.cause.remedy if reason in REFUSED else "",
                 )
             )
     return Collectives(found)
+
+
+def _collective_moves(step: AnyStep) -> tuple[Move, ...]:
+    """The moves that a step does, or starts, by a collective."""
+    if isinstance(step, Start):
+        return step.moves
+    return (step,) if isinstance(step, Move) and step.step.is_collective else ()
 
 
 def sequence(partitioned: Partitioned) -> tuple[str, ...]:
@@ -109,11 +117,21 @@ def sequence(partitioned: Partitioned) -> tuple[str, ...]:
     for step in partitioned.steps:
         if isinstance(step, Map):
             found += map(str, collectives_of(mapped_call(step.handle).traced))
-        elif isinstance(step, Move) and step.step.is_collective:
-            kind, axes = step.step.kind, "+".join(step.step.axes)
-            what = f"{kind} over {axes} of {partitioned.values[step.source].meta} for {step.cause}"
-            found.append(f"{what}  {step.origin}  {step.step.src.spec} -> {step.step.dst.spec}")
+        elif isinstance(step, Wait):
+            found.append(f"the end of {_told(step.start.moves, partitioned)}")
+        elif moves := _collective_moves(step):
+            found.append(_told(moves, partitioned))
     return tuple(found)
+
+
+def _told(moves: Sequence[Move], partitioned: Partitioned) -> str:
+    """One collective, as ranks compare it."""
+    told = []
+    for move in moves:
+        kind, axes = move.step.kind, "+".join(move.step.axes)
+        what = f"{kind} over {axes} of {partitioned.values[move.source].meta} for {move.cause}"
+        told.append(f"{what}  {move.origin}  {move.step.src.spec} -> {move.step.dst.spec}")
+    return "; ".join(told)
 
 
 def as_lines(partitioned: Partitioned, graph: Graph) -> list[str]:
@@ -129,8 +147,10 @@ def aliases(partitioned: Partitioned, inputs: set[int]) -> tuple[int, ...]:
         if isinstance(step, Move):
             if not step.step.is_collective and step.source in shared:
                 shared.add(step.target)
+        elif isinstance(step, (Start, Wait)):  # what a collective returns is memory of its own
+            continue
         elif isinstance(step, Local):
-            if (step.shares or step.writes) and any(number in shared for number in step.operands):
+            if (step.shares or step.writes) and shared.intersection(step.operands):
                 shared.update(step.results)
         # What a mapped function does with its operands is not looked into.
         elif isinstance(step, Map) or (step.pattern.view and step.operands[0] in shared):
@@ -151,6 +171,14 @@ def as_text(partitioned: Partitioned) -> str:
         if isinstance(step, Move):
             moved = f"{step.step.kind} over {'+'.join(step.step.axes)} (v{step.source})"
             lines.append(f"{look(step.target)} = {moved}  # {step.cause}")
+        elif isinstance(step, Start):
+            sources = ", ".join(f"v{number}" for number in step.sources)
+            first = step.moves[0].step
+            started = f"start {first.kind} over {'+'.join(first.axes)} ({sources})"
+            lines.append(f"t{step.ticket} = {started}  # {step.moves[0].cause}")
+        elif isinstance(step, Wait):
+            shown = ", ".join(map(look, step.start.targets))
+            lines.append(f"{shown} = wait (t{step.start.ticket})")
         elif isinstance(step, Map):
             made = mapped_call(step.handle)
             shown = ", ".join(look(number) for number in step.results if number is not None)
@@ -282,7 +310,7 @@ def listing(partitioned: Partitioned, rank: int) -> Listing:
         partitioned.outputs,
         looks,
         partitioned.facts.donated,
-        next((value.meta.device for value in values), torch.device("cpu")),
+        next((value.meta.device.type for value in values), "cpu"),
     )
 
 
@@ -324,9 +352,15 @@ def compile_partitioned(partitioned: Partitioned, mesh: Mesh, *, optimise: bool 
     With `optimise` the passes run over them; a program of one op gains nothing from that.
     """
     exchanges: list[Collective] = []
+    waits: dict[int, Collective] = {}
     for step in partitioned.steps:
         if isinstance(step, Map):
             exchanges += bind_all(mapped_call(step.handle).traced, mesh, lambda variant: variant.graph)
+        elif isinstance(step, Start):
+            start, waits[step.ticket] = bind_start(tuple(move.step for move in step.moves), mesh)
+            exchanges.append(start)
+        elif isinstance(step, Wait):
+            exchanges.append(waits[step.start.ticket])
         elif isinstance(step, Move) and step.step.is_collective:
             exchanges.append(bind(step.step, mesh))
     listings = [listing(partitioned, rank) for rank in mesh.local_ranks]

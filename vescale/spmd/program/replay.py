@@ -18,9 +18,10 @@ from torch.utils import flop_counter
 from ..._compat import FakeTensorMode, OpOverload, TorchDispatchMode, is_mutable, written_arguments
 from ..rules.softmax import cross_entropy_backward
 from .codegen import Looks
-from .emit import Call, Exchange, Instruction
+from .emit import Call, Exchange, Instruction, StartExchange, WaitExchange
 from .ir import Origin, map_args, refs_of
-from .wire import Wire
+from .last_use import last_uses
+from .wire import Wire, together
 
 aten = torch.ops.aten
 
@@ -88,6 +89,7 @@ def replay(
     memory: dict[int, tuple[torch.UntypedStorage, int, list[int]]] = {}  # by storage: born, values
     events: list[Event] = []
     remaining = iter(wires)
+    started: dict[int, int] = {}  # by ticket, the instruction
     regions = _regions(instructions)
 
     def blank(number: int) -> torch.Tensor:
@@ -110,6 +112,20 @@ def replay(
                 name, moved = f"{wire.kind} over {wire.axis}", (source.nbytes, target.nbytes)
                 events.append(Event(name, instruction.origin, region, 0, *moved, wire.buffers, wire))
                 continue
+            if isinstance(instruction, StartExchange):
+                wire = together([next(remaining) for _ in instruction.sources])
+                started[instruction.ticket] = at
+                name, moved = (
+                    f"{wire.kind} over {wire.axis}",
+                    sum(values[n].nbytes for n in instruction.sources),
+                )
+                events.append(Event(name, instruction.origin, region, 0, moved, moved, wire.buffers, wire))
+                continue
+            if isinstance(instruction, WaitExchange):  # what arrives has memory from the start on
+                for number in instruction.targets:
+                    keep(number, blank(number), started[instruction.ticket])
+                events.append(Event("wait", instruction.origin, region, 0, 0, 0, 0))
+                continue
             watch, made = _call(instruction, values)
             for out, tensor in zip(instruction.outs, made):
                 if out is not None:
@@ -117,7 +133,7 @@ def replay(
             scratch = watch.peak - watch.held(made)
             counts = watch.flops, watch.bytes_read, watch.bytes_written, max(scratch, 0)
             events.append(Event(_name(instruction.fn), instruction.origin, region, *counts))
-    last = _last(instructions, {*held, *(output for output in outputs if output is not None)})
+    last = last_uses(instructions, (*held, *outputs))
     buffers = tuple(
         Buffer(storage.nbytes(), born, max(last.get(number, born) for number in numbers), tuple(numbers))
         for storage, born, numbers in memory.values()
@@ -139,17 +155,6 @@ def _call(call: Call, values: dict[int, torch.Tensor]) -> tuple[_Watch, list[Any
 _BODIES: dict[Any, Callable[..., Any]] = {
     torch.ops.vescale.cross_entropy_backward.default: cross_entropy_backward
 }
-
-
-def _last(instructions: Sequence[Instruction], kept: set[int]) -> dict[int, int]:
-    """The instruction that reads each value last; past the end for what is kept."""
-    last: dict[int, int] = {}
-    for at, instruction in enumerate(instructions):
-        if isinstance(instruction, Exchange):
-            last[instruction.source] = at
-        else:
-            last.update(dict.fromkeys(refs_of((instruction.args, tuple(instruction.kwargs.values()))), at))
-    return last | dict.fromkeys(kept, len(instructions))
 
 
 def _regions(instructions: Sequence[Instruction]) -> list[str]:

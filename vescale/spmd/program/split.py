@@ -14,7 +14,7 @@ import torch
 from ..._errors import TraceError, explain
 from ..rules.elementwise import broadcast_pattern
 from ..rules.notation import rule
-from .partition import AnyStep, Compute, Partitioned, operands_of, results_of
+from .partition import AnyStep, Compute, Partitioned, Start, Wait, operands, results
 
 _library = torch.library.Library("vescale", "FRAGMENT")
 _library.define("cotangent(Tensor out, int index) -> Tensor")
@@ -53,10 +53,10 @@ def split(partitioned: Partitioned, count: int) -> Split:
         for step in steps
         if isinstance(step, Compute) and step.node.op is cotangent
     }
-    made = {number for index in forward for number in results_of(steps[index])}
+    made = {number for index in forward for number in results(steps[index])}
     known = frozenset((*made, *partitioned.inputs, *(n for n in arriving if n is not None)))
     backward = _ancestors(steps, outputs[count:], known)
-    read = {n for index in backward for n in operands_of(steps[index])}
+    read = {n for index in backward for n in operands(steps[index])}
     read.update(n for n in outputs[count:] if n is not None)
     residuals = tuple(sorted(n for n in read & known if n not in arriving))
     cotangents = tuple((index, n) for n, index in arriving.items() if n is not None and n in read)
@@ -79,11 +79,15 @@ def split(partitioned: Partitioned, count: int) -> Split:
 def _ancestors(steps: Sequence[AnyStep], wanted: Sequence[int | None], known: frozenset[int]) -> list[int]:
     """The steps, in order, that make the wanted values of the known ones."""
     needed = {number for number in wanted if number is not None}
+    waited: set[int] = set()
     found = []
-    for index in reversed(range(len(steps))):
-        if any(number in needed and number not in known for number in results_of(steps[index])):
+    for index, step in reversed(tuple(enumerate(steps))):
+        begins = isinstance(step, Start) and step.ticket in waited
+        if begins or any(number in needed and number not in known for number in results(step)):
             found.append(index)
-            needed.update(operands_of(steps[index]))
+            needed.update(operands(step))
+            if isinstance(step, Wait):
+                waited.add(step.start.ticket)
     return found[::-1]
 
 

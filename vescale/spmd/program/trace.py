@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +48,7 @@ def _grouped_shape(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, *_: Any
 
 
 # Ops of which torch's own shape function (2.11 - 2.13) refuses dtypes that the kernels take.
-_SHAPED = {aten._grouped_mm.default: _grouped_shape}
+_SHAPED: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_shape}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,10 @@ def trace(
     except data_dependent_errors() as error:
         raise _data_dependent(recorder, error) from error
     except RuntimeError as error:
-        raise _explained(recorder, error) or error from error
+        meant = _explained(recorder, error)
+        if meant is None:
+            raise
+        raise meant from error
     finally:
         _current.reset(token)
     return functionalise(recorder.finish(results, tracing))
@@ -219,7 +223,8 @@ class _Recorder(TorchDispatchMode):
             known = self.known_value(self.ids[id(args[0])])
             if known is not None:
                 return known
-        result = _SHAPED.get(func, func)(*args, **kwargs)
+        run: Any = _SHAPED.get(func) or func
+        result = run(*args, **kwargs)
         if is_mutable(func):
             self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -359,6 +364,15 @@ class _Recorder(TorchDispatchMode):
 
     def finish(self, results: Sequence[Any], tracing: Tracing) -> Graph:
         self.check_inputs()
+        for result in results:
+            if not isinstance(result, torch.Tensor) and _holds_tensors(result):
+                raise TraceError(
+                    explain(
+                        f"a result of type {type(result).__name__} that holds tensors",
+                        rule="results are trees of dicts, lists, tuples, namedtuples, registered dataclasses",
+                        remedy="return its tensors, such as `output.loss`, or a dict of them",
+                    )
+                )
         outputs = tuple(self.refer(self.lift(result)) for result in results)
         return Graph(
             self.inputs,
@@ -398,6 +412,14 @@ def check_memory(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], wh
     )
 
 
+def _holds_tensors(value: Any) -> bool:
+    """Whether a leaf that is no tensor has tensors among its items or attributes."""
+    parts = [*value.values()] if isinstance(value, Mapping) else []
+    if not isinstance(value, (type, ModuleType, FunctionType, torch.nn.Module)):
+        parts += getattr(value, "__dict__", {}).values()
+    return any(isinstance(part, torch.Tensor) for part in parts)
+
+
 def user_line() -> str:
     """file:line of the innermost frame that is neither torch's nor ours."""
     frame = sys._getframe(1)
@@ -428,7 +450,8 @@ def _data_dependent(recorder: _Recorder, error: BaseException) -> TraceError:
 def _explained(recorder: _Recorder, error: RuntimeError) -> TraceError | None:
     """What an error of torch's means here; None for those that a call on one device raises as well."""
     text = str(error)
-    if "data pointer" in text:  # an op that reads values without a call that could be seen
+    # An op that reads values without a call that could be seen.
+    if "data pointer" in text or "data is not allocated" in text:
         return _data_dependent(recorder, error)
     if "setup_context staticmethod" in text:
         return TraceError(

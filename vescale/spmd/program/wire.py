@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..mapped_call import mapped_call
@@ -11,7 +12,7 @@ from ..redistribute_plan import GATHER_BYTES, Step, chunk
 from ..regions import common_size, region
 from ..transport import COPIED_BYTES
 from .mapped import MappedTrace, collective_name, exchanges_of
-from .partition import Map, Move, Partitioned
+from .partition import Map, Move, Partitioned, Start
 
 # In a larger group an exchange is estimated: each element that doesn't stay goes to one peer.
 _COUNTED = 64
@@ -43,9 +44,19 @@ def wires(partitioned: Partitioned, rank: int) -> tuple[Wire, ...]:
     for step in partitioned.steps:
         if isinstance(step, Map):
             found += mapped_wires(mapped_call(step.handle).traced, rank)
-        elif isinstance(step, Move) and step.step.is_collective:
-            found.append(wire(step.step, rank, partitioned.values[step.source].meta.dtype.itemsize))
+        else:
+            moves = step.moves if isinstance(step, Start) else [step] if isinstance(step, Move) else []
+            for move in moves:
+                if move.step.is_collective:
+                    itemsize = partitioned.values[move.source].meta.dtype.itemsize
+                    found.append(wire(move.step, rank, itemsize))
     return tuple(found)
+
+
+def together(parts: Sequence[Wire]) -> Wire:
+    """What one collective for several values exchanges."""
+    totals = (sum(getattr(part, name) for part in parts) for name in ("received", "sent", "buffers"))
+    return Wire(parts[0].kind, parts[0].axes, *totals)
 
 
 def wire(step: Step, rank: int, itemsize: int) -> Wire:

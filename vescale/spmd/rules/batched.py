@@ -47,7 +47,8 @@ def trailing(
 ) -> Pattern:
     """The last dims are worked on: `worked` of every tensor, or so many of each operand and each result.
 
-    The dims before them are aligned at the right; of size 1 against a longer one is broadcast.
+    The dims before them are aligned at the right; a dim of 1 against a longer one is broadcast. Results in
+    `spare` have none of them, and are alike on every rank.
     """
     shapes, count = _shapes(node, metas)
     counts = (worked,) * len(shapes) if isinstance(worked, int) else (*worked[0], *worked[1])
@@ -81,18 +82,21 @@ def _pattern(
     count: int,
     sizes: dict[str, int],
     *,
+    spare: frozenset[int] = frozenset(),
     local: Localise | None = None,
     **options: Any,
 ) -> Pattern:
     operands, results = tuple(lists[:count]), tuple(lists[count:])
     everywhere = set(sizes)
-    for dims in results:
-        everywhere &= {name for dim in dims for name in dim}
+    for place, dims in enumerate(results):
+        if place not in spare:
+            everywhere &= {name for dim in dims for name in dim}
     return Pattern(
         operands,
         results,
         sizes,
         whole=frozenset(name for name in sizes if name not in everywhere or name.startswith("w")),
+        alike=dict.fromkeys(sizes, spare),
         local=unless_empty(node, metas, local),
         **options,
     )

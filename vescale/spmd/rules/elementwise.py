@@ -37,23 +37,15 @@ def broadcast_pattern(node: Node, metas: Sequence[TensorMeta], **options: Any) -
 
 
 # What torch tags as pointwise has this rule (see `find_rule`); these it forgot to tag, or tags in part.
-@rule(
-    [
-        *overloads(
-            *(aten.rsub, aten.floor_divide, aten.log_sigmoid_forward, aten.hardswish, aten.real, aten.imag),
-            *(aten.complex, aten.polar, aten.fill, aten.copy, aten._prelu_kernel),
-            *(
-                aten.elu_backward,
-                aten.hardshrink_backward,
-                aten.hardsigmoid_backward,
-                aten.hardswish_backward,
-            ),
-            *(aten.hardtanh_backward, aten.infinitely_differentiable_gelu_backward, aten.leaky_relu_backward),
-            *(aten.log_sigmoid_backward, aten.mish_backward, aten._prelu_kernel_backward),
-            *(aten.rrelu_with_noise_backward, aten.softplus_backward, aten.softshrink_backward),
-        ),
-    ]
-)
+_FORWARD = (aten.rsub, aten.floor_divide, aten.log_sigmoid_forward, aten.hardswish, aten.real, aten.imag)
+_FORWARD += (aten.complex, aten.polar, aten.fill, aten.copy, aten._prelu_kernel)
+_BACKWARD = (aten.elu_backward, aten.hardshrink_backward, aten.hardsigmoid_backward)
+_BACKWARD += (aten.hardswish_backward, aten.hardtanh_backward, aten.leaky_relu_backward)
+_BACKWARD += (aten.infinitely_differentiable_gelu_backward, aten.log_sigmoid_backward, aten.mish_backward)
+_BACKWARD += (aten._prelu_kernel_backward, aten.softplus_backward, aten.softshrink_backward)
+
+
+@rule(overloads(*_FORWARD, *_BACKWARD))
 def elementwise(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return broadcast_pattern(node, metas)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils import flop_counter
 
 from ..._errors import ShardingError, explain
 from ..program.ir import Node, TensorMeta
@@ -57,6 +58,15 @@ def grouped_mm(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     )
 
 
+def _flops(x: Sequence[int], w: Sequence[int], *_: Any, **__: Any) -> int:
+    """Each row meets one matrix; rows behind the last run, if there are any, are counted too."""
+    return 2 * x[0] * x[1] * w[-1]
+
+
+if aten._grouped_mm not in flop_counter.flop_registry:  # torch 2.11 - 2.13 count nothing
+    flop_counter.register_flop_formula(aten._grouped_mm)(_flops)
+
+
 def _own_runs(call: LocalCall) -> LocalCall:
     x, w = call.operands[:2]
     rows = own_range(x, 0 if len(w.shape) == 3 else 1, call.rank)
@@ -79,20 +89,26 @@ def _grouped(x: Any, w: Any, ends: Any, rows: Any, matrices: Any, *_: Any, **opt
     places = torch.arange(count, device=x.device)
     turned = (places + start) % count if first else None
     if not by_rows:
-        x, w = (_turned(x.t(), turned).t(), _turned(w, turned))
-        return aten._grouped_mm(x, w, ends, **options)
-    found = aten._grouped_mm(_turned(x, turned), _dense(w), ends, **options)
-    found = found.masked_fill((places >= ends[-1]).unsqueeze(1), 0)  # past the last run is what was there
+        left, right = _aligned(_turned(x.t(), turned)), _aligned(_turned(w, turned))
+        return aten._grouped_mm(left.t(), right, ends, **options)[:, : x.shape[0], : w.shape[1]]
+    found = aten._grouped_mm(_aligned(_turned(x, turned)), _aligned(w, both=True), ends, **options)
+    found = found[:, : w.shape[2]].masked_fill((places >= ends[-1]).unsqueeze(1), 0)  # past the last run
     return found if turned is None else torch.empty_like(found).index_copy_(0, turned, found)
 
 
 def _turned(rows: Any, places: Any) -> Any:
-    return _dense(rows) if places is None else rows.index_select(0, places)
+    return rows if places is None else rows.index_select(0, places)
 
 
-def _dense(x: Any) -> Any:
-    """The kernel takes no expanded tensors."""
-    return x if 1 in x.stride()[-2:] and 0 not in x.stride() else x.contiguous()
+def _aligned(x: Any, both: bool = False) -> Any:
+    """The kernel wants dense tensors with columns (and rows, for `both`) in multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    room = [0, -x.shape[-1] % unit, 0, -x.shape[-2] % unit if both else 0]
+    if any(room):
+        return torch.constant_pad_nd(x, room)
+    outer, inner = x.stride()[-2:]
+    dense = (inner == 1 and outer % unit == 0) or (both and outer == 1 and inner % unit == 0)
+    return x if dense and 0 not in x.stride() else x.contiguous()
 
 
 @rule(aten.histc.default)

@@ -1,4 +1,4 @@
-"""Losses with a reduction. Over split elements: the losses one by one, then their sum or mean, of all alike."""
+"""Losses with a reduction. Over split elements: the losses one by one, then the sum or mean of all."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ rule(aten.mm.default, "i k, k j -> i j", sum="k", linear=([0], [1]))
 rule(aten.bmm.default, "b i k, b k j -> b i j", sum="k", linear=([0], [1]))
 rule(aten.mv.default, "i k, k -> i", sum="k", linear=([0], [1]))
 rule([aten.dot.default, aten.vdot.default], "k, k ->", sum="k", linear=([0], [1]))
-rule(aten.trace.default, "i j ->", whole="i j", linear=([0],))
 
 
 # A product that is added to a bias, which is broadcast. What is summed is added up before the bias is:

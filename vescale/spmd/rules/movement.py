@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -165,10 +166,35 @@ def triangle(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 
 
 def _own_diagonal(call: LocalCall) -> LocalCall:
+    diagonal = argument(call.node, 1, "diagonal", 0) + _shift(call)
+    return replace(call, args=(call.args[0], diagonal), kwargs={})
+
+
+def _shift(call: LocalCall) -> int:
+    """How far above the diagonal of a rank's block that of the whole matrix is."""
     layout = call.operands[0]
     if layout.ragged is not None:
-        return call
+        return 0
     ndim = len(layout.shape)
     row, column = (own_range(layout, dim, call.rank) or (0, 0) for dim in (ndim - 2, ndim - 1))
-    diagonal = argument(call.node, 1, "diagonal", 0) + row[0] - column[0]
-    return replace(call, args=(call.args[0], diagonal), kwargs={})
+    return row[0] - column[0]
+
+
+@rule(aten.trace.default)
+def trace(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
+    """A block adds what it has of the diagonal."""
+    return Pattern(
+        ((("i",), ("j",)),),
+        ((),),
+        dict(zip("ij", operand_metas(node, metas)[0].shape, strict=True)),
+        sum=frozenset("ij"),
+        linear=FIRST,
+        contiguous=frozenset("ij"),
+        local=unless_empty(
+            node, metas, lambda call: replace(call, fn=_sum_of_diagonal, args=(*call.args, _shift(call)))
+        ),
+    )
+
+
+def _sum_of_diagonal(x: Any, offset: int) -> Any:
+    return torch.diagonal(x, offset).sum()

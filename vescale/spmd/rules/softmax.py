@@ -66,16 +66,6 @@ def softmax(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     return Pattern((dims,) * len(operands), (dims,), sizes, expand=expand, ragged=1)
 
 
-@rule(aten._safe_softmax.default)
-def safe_softmax(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
-    """The softmax whose rows of -inf are zeros: its dim is whole."""
-    (operand,) = operand_metas(node, metas)
-    dims: Dims = tuple((f"d{dim}",) for dim in range(len(operand.shape)))
-    sizes = {f"d{dim}": size for dim, size in enumerate(operand.shape)}
-    whole = frozenset((f"d{node.args[1] % len(dims)}",)) if dims else frozenset()
-    return Pattern((dims,), (dims,), sizes, whole=whole)
-
-
 # Cross entropy: logits (n c), targets (n). A mean divides by the number of targets that count, a global one.
 
 MEAN, SUM = 1, 2

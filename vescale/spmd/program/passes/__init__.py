@@ -15,6 +15,7 @@ from .foreach import fuse_foreach
 from .in_place import in_place
 from .join_addcdiv import join_addcdiv
 from .registry import DECISIONS, LISTING, Pass, apply, names, register, verifying, without
+from .start_early import start_early
 from .verify import InvalidProgram, verify
 
 register(Pass("common_collectives", DECISIONS, common_collectives, merges=True))
@@ -31,6 +32,7 @@ __all__ = [
     "apply",
     "names",
     "register",
+    "start_early",
     "verify",
     "verifying",
     "without",

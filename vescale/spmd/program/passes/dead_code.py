@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..emit import Exchange, Instruction, Listing
+from ..emit import EXCHANGES, Instruction, Listing
 
 
 def dead_code(listing: Listing) -> Listing:
@@ -12,7 +12,7 @@ def dead_code(listing: Listing) -> Listing:
     needed = {value for value in listing.outputs if value is not None}
     kept: list[Instruction] = []
     for instruction in reversed(listing.instructions):
-        if isinstance(instruction, Exchange) or needed.intersection(instruction.makes()):
+        if isinstance(instruction, EXCHANGES) or needed.intersection(instruction.makes()):
             kept.append(instruction)
             needed.update(instruction.reads())
     return replace(listing, instructions=tuple(reversed(kept)))

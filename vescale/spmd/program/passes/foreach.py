@@ -9,6 +9,7 @@ for each link. The bits stay: on cpu `_foreach_` runs the op's own kernel on eac
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +22,12 @@ from ..ir import Ref
 
 aten = torch.ops.aten
 
-# Above this a kernel takes far longer than its dispatch, and the members of a chain one after the other
-# find what they read in the cache, which a pass over all parameters does not.
-SMALL_BYTES = 256 * 1024
+# A larger tensor's kernel takes longer than its dispatch.
+SMALL_BYTES = 64 * 1024
+
+# Results of one call in all: the next links of the chains find them in the cache, which they would not
+# after a pass over all parameters.
+GROUP_BYTES = 256 * 1024
 
 # A chain longer than this is no optimizer's, and starts anew.
 MAX_LEVEL = 64
@@ -42,6 +46,10 @@ _OPS = (
 )
 
 
+# In 16 bits a product with a number rounds the number in one of the forms and not in the other.
+_DTYPES = (torch.float32, torch.float64)
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """What calls have in common that are made together; `args` has None for an operand of each call."""
@@ -52,11 +60,12 @@ class _Kind:
     dtype: torch.dtype
     region: str
     level: int
+    group: int = 0
 
 
 def fuse_foreach(listing: Listing) -> Listing:
     """The same listing with elementwise calls put together."""
-    if listing.device.type != "cpu":  # other devices have kernels of their own for lists, with other bits
+    if listing.device != "cpu":  # other devices have kernels of their own for lists, with other bits
         return listing
     return _Fusion(listing).run()
 
@@ -67,6 +76,7 @@ class _Fusion:
         self.done: list[Instruction] = []
         self.waiting: dict[_Kind, list[Call]] = {}
         self.kind_of: dict[int, _Kind] = {}  # of the calls that make the values that wait
+        self.bytes: Counter[_Kind] = Counter()  # seen so far of each kind, all groups together
 
     def run(self) -> Listing:
         for instruction in self.listing.instructions:
@@ -101,7 +111,7 @@ class _Fusion:
         if call.fn not in _OPS or call.overwrites or len(call.makes()) != 1:
             return None
         shape, dtype = self.looks(call.makes()[0])
-        if not shape or not dtype.is_floating_point or math.prod(shape) * dtype.itemsize > SMALL_BYTES:
+        if not shape or dtype not in _DTYPES or math.prod(shape) * dtype.itemsize > SMALL_BYTES:
             return None
         args: list[Any] = []
         for position, arg in enumerate(call.args):
@@ -118,13 +128,19 @@ class _Fusion:
         if args[0] is not None:  # a number first, or a 0-d tensor
             return None
         kwargs = tuple((name, _typed(value)) for name, value in call.kwargs.items())
-        below = [self.kind_of[value].level for value in call.reads() if value in self.kind_of]
-        level = 1 + max(below, default=-1)
+        below = [self.kind_of[value] for value in call.reads() if value in self.kind_of]
+        level = 1 + max((kind.level for kind in below), default=-1)
+        assert isinstance(call.fn, OpOverload)
         kind = _Kind(call.fn, tuple(args), kwargs, dtype, call.origin.region, level)
         takes_alpha = _overload(kind.args) == "List"
         if (call.kwargs.keys() - {"value"} and not takes_alpha) or level > MAX_LEVEL:
             return None
-        return kind if foreach_form(kind.op, _overload(kind.args)) is not None else None
+        if foreach_form(kind.op, _overload(kind.args)) is None:
+            return None
+        # Chains stay in one group; their first links are counted alike, kind by kind.
+        group = below[0].group if below else self.bytes[kind] // GROUP_BYTES
+        self.bytes[kind] += math.prod(shape) * dtype.itemsize
+        return replace(kind, group=group)
 
 
 def together(calls: list[Call], args: tuple[Any, ...]) -> Call:

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 def join_addcdiv(listing: Listing) -> Listing:
     """Sums whose second term is a quotient that nobody else reads, as one call."""
-    if listing.device.type != "cpu":
+    if listing.device != "cpu":
         return listing
     reads = Counter(value for instruction in listing.instructions for value in instruction.reads())
     reads.update(value for value in listing.outputs if value is not None)

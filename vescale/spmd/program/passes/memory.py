@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ...._compat import OpOverload, is_mutable, view_source
-from ..emit import Call, Exchange, Instruction, Listing
+from ..emit import Call, Exchange, Instruction, Listing, StartExchange, WaitExchange
 from ..ir import Ref, refs_of
 
 aten = torch.ops.aten
@@ -42,6 +42,12 @@ class Memory:
             # Memory of its own, except where there was nothing to exchange.
             made = frozenset({instruction.target})
             self.origins[instruction.target] = self.origins[instruction.source] | made
+        elif isinstance(instruction, WaitExchange):
+            everything = frozenset[int | None]().union(*(self.origins[v] for v in instruction.sources))
+            for target in instruction.targets:
+                self.origins[target] = everything | {target}
+        elif isinstance(instruction, StartExchange):
+            pass
         elif instruction.overwrites:
             for out, operand in zip(instruction.outs, instruction.overwrites, strict=True):
                 if out is not None:

@@ -19,8 +19,8 @@ DECISIONS, LISTING = "decisions", "listing"
 class Pass:
     """A named pass over "decisions" (`Partitioned`) or a "listing" (`Listing`).
 
-    `merges`: it may drop a collective that repeats an earlier one. `rewrites`: it may put other collectives in
-    the place of those there were; the verifier then only compares what comes out with itself.
+    `merges`: it may drop a collective that repeats an earlier one. `rewrites`: it may put other collectives
+    in the place of those there were; the verifier then doesn't compare them.
     """
 
     name: str

@@ -9,16 +9,27 @@ dtypes are those that the calls give.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...._compat import FakeTensorMode, OpOverload
 from ...._errors import VescaleError, explain
-from ..emit import Call, Exchange, Listing
+from ..emit import EXCHANGES, Call, Instruction, Listing
 from ..ir import Ref, map_args
 from ..last_use import last_uses
-from ..partition import AnyStep, Compute, Map, Move, Partitioned, operands_of, results_of
+from ..partition import (
+    AnyStep,
+    Compute,
+    Map,
+    Move,
+    Partitioned,
+    Start,
+    Wait,
+    operands,
+    results,
+)
 from .memory import Memory
 
 
@@ -71,19 +82,18 @@ def _definitions(
 
 def _decisions(before: Partitioned, after: Partitioned, merges: bool, rewrites: bool) -> None:
     _check(before.inputs == after.inputs, "other inputs")
-    _definitions(
-        after.inputs, ((step, operands_of(step), results_of(step)) for step in after.steps), after.outputs
-    )
+    _definitions(after.inputs, ((step, operands(step), results(step)) for step in after.steps), after.outputs)
+    _tickets(after.steps)
     for step in after.steps:
-        if isinstance(step, Move):
-            here, there = after.values[step.source], after.values[step.target]
+        for move in step.moves if isinstance(step, Start) else [step] if isinstance(step, Move) else []:
+            here, there = after.values[move.source], after.values[move.target]
             _check(
-                here.layout is step.step.src, f"v{step.source} is not in the layout that its move starts from"
+                here.layout is move.step.src, f"v{move.source} is not in the layout that its move starts from"
             )
             _check(
-                there.layout is step.step.dst, f"v{step.target} is not in the layout that its move ends in"
+                there.layout is move.step.dst, f"v{move.target} is not in the layout that its move ends in"
             )
-            _check(here.meta == there.meta, f"the move of v{step.source} changes its shape or dtype")
+            _check(here.meta == there.meta, f"the move of v{move.source} changes its shape or dtype")
     _check(len(before.outputs) == len(after.outputs), "another number of outputs")
     for old, new in zip(before.outputs, after.outputs):
         looks = [
@@ -91,16 +101,35 @@ def _decisions(before: Partitioned, after: Partitioned, merges: bool, rewrites: 
         ]
         _check(looks[0] == looks[1], f"the output v{new} is not like v{old}")
     if not rewrites:
-        _sequence(
-            [_collective(step) for step in before.steps], [_collective(step) for step in after.steps], merges
-        )
+        _sequence(_collectives(before.steps), _collectives(after.steps), merges)
     _sequence([_draw(step) for step in before.steps], [_draw(step) for step in after.steps], False)
 
 
-def _collective(step: AnyStep) -> Any:
-    if isinstance(step, Map):
-        return step.handle
-    return (step.step, step.origin) if isinstance(step, Move) and step.step.is_collective else None
+def _tickets(steps: Sequence[AnyStep]) -> None:
+    """What is started is waited for, once."""
+    started: dict[int, Start] = {}
+    for step in steps:
+        if isinstance(step, Start):
+            _check(step.ticket not in started, f"t{step.ticket} is started twice")
+            started[step.ticket] = step
+        elif isinstance(step, Wait):
+            _check(started.get(step.start.ticket) == step.start, f"t{step.start.ticket} was not started so")
+            started[step.start.ticket] = replace(step.start, moves=())  # no second wait finds it
+    left = [ticket for ticket, start in started.items() if start.moves]
+    _check(not left, f"nobody waits for {', '.join(f't{ticket}' for ticket in left)}")
+
+
+def _collectives(steps: Sequence[AnyStep]) -> list[Any]:
+    """What ranks do together, in the order in which it begins."""
+    found: list[Any] = []
+    for step in steps:
+        if isinstance(step, Map):
+            found.append(step.handle)
+        elif isinstance(step, Start):
+            found += [(move.step, move.origin) for move in step.moves]
+        elif isinstance(step, Move) and step.step.is_collective:
+            found.append((step.step, step.origin))
+    return found
 
 
 def _draw(step: AnyStep) -> Any:
@@ -154,9 +183,9 @@ def _listing(before: Listing, after: Listing) -> None:
             _shapes(step, step.fn, after)
 
 
-def _effect(step: Call | Exchange) -> Any:
-    if isinstance(step, Exchange):
-        return "exchange", step.origin
+def _effect(step: Instruction) -> Any:
+    if isinstance(step, EXCHANGES):
+        return type(step).__name__, step.origin
     if isinstance(step.fn, OpOverload) and torch.Tag.nondeterministic_seeded in step.fn.tags:
         return step.fn, step.origin
     return None

@@ -1,0 +1,1 @@
+"""Meshes, placements, layouts, tensors, plans and the programs made of them."""
