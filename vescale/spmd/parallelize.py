@@ -19,7 +19,8 @@ from . import rules as _rules  # noqa: F401  (registers them)
 from .agree import digest, give_up
 from .boundary import Apart, Static, enter, leave, own
 from .closure import Getter, Guard, getters
-from .dtensor import DTensor, kind_of
+from .dtensor import DTensor
+from .kinds import kind_of
 from .layout import Layout, replicated
 from .plan import Plan
 from .program import passes
@@ -58,7 +59,9 @@ def parallelize(fn: Any, plan: Any = None, *, donate: Sequence[str] = ()) -> Any
     back in that argument's layouts, so that a train step is a fixed point; others stay where the
     program left them, with pending reductions done.
 
-    `donate` names arguments whose DTensors the call may consume: using one afterwards is an error.
+    `donate` names arguments whose DTensors the call may consume: using one afterwards is an error. What fn
+    makes of one elementwise at the end of its life, as an optimizer does, is written in its memory: whatever
+    else shares that memory (what `from_local` was given, a detached alias) changes too.
 
     fn is traced: Python control flow on a tensor's value, a shape that depends on data, or mutation
     of an argument is a TraceError that names the line. Python numbers are static: each new value
