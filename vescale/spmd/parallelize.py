@@ -21,7 +21,8 @@ from .abstract import refuse_abstract, standing_for
 from .agree import digest, give_up
 from .boundary import Apart, Static, enter, leave, own
 from .closure import Getter, Guard, getters
-from .dtensor import DTensor, kind_of
+from .dtensor import DTensor
+from .kinds import kind_of
 from .layout import Layout, replicated
 from .lowered import Inputs, Lowered
 from .mesh import Mesh
@@ -74,7 +75,9 @@ def parallelize(
     back in that argument's layouts, so that a train step is a fixed point; others stay where the
     program left them, with pending reductions done.
 
-    `donate` names arguments whose DTensors the call may consume: using one afterwards is an error.
+    `donate` names arguments whose DTensors the call may consume: using one afterwards is an error. What fn
+    makes of one elementwise at the end of its life, as an optimizer does, is written in its memory: whatever
+    else shares that memory (what `from_local` was given, a detached alias) changes too.
 
     With `strict`, communication that the plan did not ask for is a ShardingError that names the op, its
     source line, the bytes and the line that would ask for it. The plan asks for what a constraint moves

@@ -222,6 +222,7 @@ class Program:
             generate(made.instructions, made.inputs, made.outputs, made.looks) for made in listings
         ]
         self.runs = [made.run for made in self.generated]
+        self.sources = [made.source for made in self.generated]
         self.overwritten = frozenset({place for made in listings for place in overwritten_inputs(made)})
 
     def __call__(self, inputs: list[list[Any]]) -> list[list[Any]]:
