@@ -78,7 +78,7 @@ def into_buffer(listing: Listing) -> Listing:
 
 
 def _chain(makers: dict[int, Instruction], uses: Counter[int], value: int) -> list[Call] | None:
-    """From the value back to the op that can compute it in place of it: transposes or reshapes, then the op."""
+    """From the value back to the op that can compute it there: transposes or reshapes, then the op."""
     chain: list[Call] = []
     while uses[value] == 1:
         call = makers.get(value)

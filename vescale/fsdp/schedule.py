@@ -320,9 +320,12 @@ def _bucket_reductions(program: _Program, bucket: Bucket) -> None:
         if (step.step.kind, step.step.axes) == ("reduce_scatter", (bucket.axis,)):
             if step.step.src.partials.get(bucket.axis) == "sum" and step.source in makers:
                 firsts[index] = at
-        elif step.step.kind == "all_reduce" and step.step.axes == bucket.replicas and index in firsts:
-            if step.source == results(program.steps[firsts[index]])[0]:
-                seconds[index] = at
+        elif (
+            (step.step.kind, step.step.axes) == ("all_reduce", bucket.replicas)
+            and index in firsts
+            and step.source == results(program.steps[firsts[index]])[0]
+        ):
+            seconds[index] = at
     dtypes = {program.values[operands(program.steps[at])[0]].meta.dtype for at in firsts.values()}
     if not firsts or len(dtypes) > 1:
         return

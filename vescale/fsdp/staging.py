@@ -30,8 +30,8 @@ Path = str
 def stage(fsdp: FSDP, mesh: AbstractMesh, parameters: tuple[Parameter, ...]) -> Staging:
     """Buckets of parameters, and where each rests.
 
-    Parameters without elements or dims stay whole, and so do all over an axis of one rank. Raises PlanError for
-    wraps and blocks that match nothing, wraps that overlap, parameters that are cut unevenly
+    Parameters without elements or dims stay whole, and so do all over an axis of one rank. Raises PlanError
+    for wraps and blocks that match nothing, wraps that overlap, parameters that are cut unevenly
     over other axes already, and padding above `max_padding`.
     """
     for axis in fsdp.axes:

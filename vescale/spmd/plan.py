@@ -47,8 +47,8 @@ class Parameter:
 class Staging:
     """Where parameters rest and which move together: what `Plan(fsdp=)` decides.
 
-    `entries` by path; `buckets` are for the passes of whoever staged, see `Facts`; `run_dtype` and
-    `reduce_dtype` are the dtypes of parameters in use and of gradients on the way (None: the parameter's own).
+    `entries` by path; `buckets` are for the passes of whoever staged, see `Facts`. `run_dtype` and
+    `reduce_dtype` are those of parameters in use and of gradients on the way (None: the parameter's own).
     """
 
     entries: Mapping[str, Staged]
@@ -217,19 +217,27 @@ class Plan:
         problems, resolved = [], []
         for parameter, rule in zip(parameters, rules, strict=True):
             path, shape = parameter.path, parameter.shape
-            dtypes = (staging.run_dtype, staging.reduce_dtype) if parameter.dtype.is_floating_point else ()
+            is_float = parameter.dtype.is_floating_point
             entry = staging.entries.get(path, parameter.entry)
             rest, run = (entry.init, entry.run) if isinstance(entry, Staged) else (entry, entry)
             try:
-                layouts = [Layout(self.mesh.abstract, spec, shape) for spec in (rest, run)]
-                resolved.append(ResolvedParameter(path, *layouts, rule, parameter.dtype, *dtypes))
+                made = ResolvedParameter(
+                    path,
+                    Layout(self.mesh.abstract, rest, shape),
+                    Layout(self.mesh.abstract, run, shape),
+                    rule,
+                    parameter.dtype,
+                    staging.run_dtype if is_float else None,
+                    staging.reduce_dtype if is_float else None,
+                )
+                resolved.append(made)
             except LayoutError as error:
                 problems.append(f"{path} of shape {shape}: {error}")
         if problems:
             raise PlanError("\n".join(["these parameters can't be placed as the plan says:", *problems]))
-        made = Resolved(resolved)
-        made.buckets = staging.buckets
-        return made
+        table = Resolved(resolved)
+        table.buckets = staging.buckets
+        return table
 
     def _match(
         self, paths: Sequence[str], leaves: Sequence[torch.Tensor]

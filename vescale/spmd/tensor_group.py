@@ -14,6 +14,8 @@ from .mesh import Mesh
 from .placements import P, Partial, Replicate
 from .redistribute import redistribute
 
+aten = torch.ops.aten
+
 
 class TensorGroup(Mapping[str, DTensor]):
     """DTensors of one mesh by name, and what is done to all of them at once.
@@ -66,20 +68,20 @@ class TensorGroup(Mapping[str, DTensor]):
     def zero_(self) -> TensorGroup:
         """Every element becomes 0."""
         for pieces in self._each_rank():
-            torch._foreach_zero_(pieces)
+            aten._foreach_zero_(pieces)
         return self
 
     def scale_(self, factor: float) -> TensorGroup:
         """Every element is multiplied by `factor`."""
         for pieces in self._each_rank():
-            torch._foreach_mul_(pieces, factor)
+            aten._foreach_mul_(pieces, factor)
         return self
 
     def add_(self, other: TensorGroup, alpha: float = 1.0) -> TensorGroup:
         """Each member grows by `alpha` times that of the same name, which has the same layout."""
         self._check_alike(other)
         for pieces, more in zip(self._each_rank(), other._each_rank(), strict=True):
-            torch._foreach_add_(pieces, more, alpha=alpha)
+            aten._foreach_add_(pieces, more, alpha=alpha)
         return self
 
     def norm(self) -> torch.Tensor:
@@ -115,7 +117,7 @@ def norm(tensors: Any, mesh: Mesh, dtype: torch.dtype) -> torch.Tensor:
     totals = []
     for place, rank in enumerate(mesh.local_ranks):
         mine = [t.locals[place] for t in tensors if speaks_for(t.layout, rank) and t.locals[place].numel()]
-        norms = torch._foreach_norm(mine, 2, dtype) if mine else []
+        norms = aten._foreach_norm(mine, 2, dtype) if mine else []
         square = torch.stack(list(norms)).square().sum() if mine else torch.zeros((), dtype=dtype)
         totals.append(square.to(mesh.device))
     pending = Layout(mesh.abstract, P.of((axis, Partial()) for axis in mesh.axis_names), ())
