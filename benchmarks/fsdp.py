@@ -20,7 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,9 @@ def nbytes(tensors: Any) -> int:
 
 
 def ours(model: GPT, mesh: vs.Mesh) -> Contestant:
-    plan = vs.Plan(mesh, inputs={"batch": vs.P(dp=vs.Shard(0))}, fsdp=vs.FSDP("dp", wrap=r"blocks\.\d+"))
+    plan = vs.Plan(
+        mesh, inputs={"batch": vs.P(dp=vs.Shard(0))}, fsdp=vs.FSDP("dp", wrap=r"blocks\.\d+", prefetch=0)
+    )
     opt = vs.optim.adamw(1e-3)
 
     def train_step(params: Any, state: Any, batch: Tensor) -> Any:
@@ -80,7 +83,9 @@ def ours(model: GPT, mesh: vs.Mesh) -> Contestant:
 
     def persistent() -> int:
         leaves = torch.utils._pytree.tree_leaves((params, vs._tree.leaves(state)))
-        return nbytes(x.to_local() if isinstance(x, vs.DTensor) else x for x in leaves if isinstance(x, Tensor))
+        return nbytes(
+            x.to_local() if isinstance(x, vs.DTensor) else x for x in leaves if isinstance(x, Tensor)
+        )
 
     return Contestant(step, persistent)
 
@@ -108,11 +113,37 @@ def peer(model: GPT, size: int) -> Contestant:
     return Contestant(step, persistent)
 
 
+@contextmanager
+def patient_gloo() -> Iterator[None]:
+    """gloo's threads let go of buffers a moment after the call, where the profiler doesn't see it: wait."""
+    names = ("all_to_all_single", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor")
+    names += ("reduce_scatter_single", "all_reduce")
+    real = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+
+    def patient(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            work = call(*args, **kwargs)
+            if work is not None:
+                work.wait()
+            time.sleep(0.005)
+            return work
+
+        return called
+
+    for name, call in real.items():
+        setattr(dist, name, patient(call))
+    try:
+        yield
+    finally:
+        for name, call in real.items():
+            setattr(dist, name, call)
+
+
 def peak(run: Contestant, rows: Tensor) -> int:
     """Bytes at the peak of one step: what lives between steps, and the most that the step adds."""
     gc.collect()
     base = run.persistent()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with patient_gloo(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run.step(rows)
     events = sorted(
         (event.start_ns(), event.nbytes())
@@ -153,7 +184,9 @@ def worker(options: argparse.Namespace) -> None:
         theirs = GPT(BLOCKS, width, CONTEXT)
         theirs.load_state_dict(model.state_dict())
         runs = {OURS: ours(model, mesh), PEER: peer(theirs, mesh.size)}
-        rows = torch.randint(VOCAB, (ROWS // mesh.size, CONTEXT + 1), generator=torch.Generator().manual_seed(mesh.rank))
+        rows = torch.randint(
+            VOCAB, (ROWS // mesh.size, CONTEXT + 1), generator=torch.Generator().manual_seed(mesh.rank)
+        )
         losses = {name: [run.step(rows).item() for _ in range(WARMUP)] for name, run in runs.items()}
         times: dict[str, list[float]] = {name: [] for name in runs}
         gc.collect()
@@ -172,7 +205,9 @@ def worker(options: argparse.Namespace) -> None:
         for name in runs:
             mine = (f"{speed:.2f}", f"{memory:.2f}") if name == OURS else ("1", "1")
             ms = statistics.median(times[name]) * 1e3
-            table.add_row(str(width), name, f"{ms:.1f}", mine[0], f"{peaks[name] / 1e6:.2f}", mine[1], str(counts[name]))
+            table.add_row(
+                str(width), name, f"{ms:.1f}", mine[0], f"{peaks[name] / 1e6:.2f}", mine[1], str(counts[name])
+            )
     if first:
         Console().print(table)
     mesh.close()

@@ -356,9 +356,9 @@ def _bucket_reductions(program: _Program, bucket: Bucket) -> None:
     partial = bucket.flat(mesh, "partial" if together else "pending")
     buffer = program.new(bucket.shape, dtype, partial)
     make = lambda rank: _listed(empty_gradients(bucket, rank, dtype, there))  # noqa: E731
-    first = makers[sources[there[0]]]
+    first, like = makers[sources[there[0]]], program.old.inputs[0]  # any: it says on which device
     after: dict[int, list[AnyStep]] = {
-        first: [Local(f"gradients of {bucket.label}", make, (sources[there[0]],), (buffer,), origin)]
+        first: [Local(f"gradients of {bucket.label}", make, (like,), (buffer,), origin)]
     }
     for index in there:
         grown = program.copy(buffer)

@@ -253,14 +253,14 @@ class Program:
         results: list[list[Any]] = []
         for number in range(len(self.exchanges)):
             assert all(stop[0] == number for stop in stops)
-            received = self._exchange(number, [stop[1] for stop in stops])
+            # Each rank takes its value out of a box, so that nobody else holds it while the rank goes on.
+            boxes = [[value] for value in self._exchange(number, [stop[1] for stop in stops])]
             stops = []
-            for rank, value in zip(running, received, strict=True):
+            for rank, box in zip(running, boxes, strict=True):
                 try:
-                    stops.append(rank.send(value))
+                    stops.append(rank.send(box))
                 except StopIteration as done:
                     results.append(done.value)
-            del received
         return results
 
     def _exchange(self, number: int, values: list[Any]) -> list[Any]:
