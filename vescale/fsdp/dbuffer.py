@@ -28,7 +28,7 @@ class DBuffer(TensorGroup):
     >>> import vescale as vs
     >>> mesh = vs.make_mesh({"dp": 2})
     >>> plan = vs.Plan(mesh, fsdp=vs.FSDP("dp"))
-    >>> params = vs.distribute({"w": torch.arange(8.0).view(4, 2), "b": torch.ones(3)}, plan)
+    >>> params = vs.distribute({"w": torch.arange(8.0).view(4, 2), "b": torch.ones(8)}, plan)
     >>> (bucket,) = plan.resolve(params).buckets
     >>> buffer = DBuffer.of(bucket, params)
     >>> buffer.all_gather()["w"].to_local(0)
