@@ -231,3 +231,45 @@ def test_norm_weights_stay_equal_on_every_rank_under_sequence_parallel():
 def test_a_branch_on_a_value_names_the_line():
     with pytest.raises(TraceError, match=r"test_field_cases\.py"):
         vs.parallelize(lambda x: x + 1 if x.sum() > 0 else x, vs.Plan(MESH))(X)
+
+
+# Found by random programs.
+
+
+@pytest.mark.parametrize("spec", [P(dp=Shard(0), tp=Shard(1)), P(dp=Shard(0), tp=Shard(0)), P(tp=Shard(0))])
+def test_a_view_asked_for_in_rows_that_do_not_divide(spec):
+    """Seven rows over two ranks are no part of the 42 elements that they are a view of."""
+    for fn in (lambda x: (-x).view(7, 6), lambda x: torch.arange(42.0).view(7, 6) * 2):
+        run = vs.parallelize(fn, vs.Plan(MESH, outputs={"": spec}))
+        found = run(torch.arange(42.0))
+        assert found.layout is Layout(MESH.abstract, spec, (7, 6))
+        assert_same(found, fn(torch.arange(42.0)))
+        assert not run.lower(torch.arange(42.0)).collectives()
+
+
+@pytest.mark.parametrize("spec", [P(), P(dp=Shard(0)), P(tp=Shard(0), dp=Shard(1))])
+def test_the_gradient_of_a_write_to_a_view_of_what_lies_transposed(spec):
+    """Autograd takes it with as_strided, of a tensor with the strides of what is viewed."""
+
+    def loss(x):
+        y = x.transpose(0, 1) * 1
+        y[1:3] = 0
+        y[:, 1].mul_(2)
+        return (y * y).sum()
+
+    x = vs.distribute_tensor(X, MESH, spec)
+    assert_same(vs.parallelize(vs.grad(loss), vs.Plan(MESH))(x), vs.grad(loss)(X))
+
+
+@pytest.mark.parametrize("make", [lambda z: z.conj(), lambda z: z.conj().imag], ids=["conjugate", "negative"])
+def test_what_torch_only_notes_on_a_tensor_is_in_the_memory_of_its_pieces(make):
+    """A collective sends memory as it is, without the bit that says that it is to be conjugated."""
+    z = torch.complex(X, X + 1)
+    want = make(z).resolve_neg().resolve_conj()
+    placed = vs.distribute_tensor(z, MESH, P(dp=Shard(0)))
+    again = vs.from_local([make(piece) for piece in placed.locals], MESH, P(dp=Shard(0)), z.shape)
+    entered = vs.parallelize(lambda x: x * 1, vs.Plan(MESH, inputs={"x": P(tp=Shard(0))}))(make(z))
+    for tensor in (make(placed), again, vs.distribute_tensor(make(z), MESH, P(dp=Shard(1))), entered):
+        assert not any(piece.is_conj() or piece.is_neg() for piece in tensor.locals)
+        assert_same(tensor, want)
+        assert_same(tensor.redistribute(P(tp=Shard(1))), want)

@@ -25,7 +25,7 @@ from .dtensor import DTensor, kind_of
 from .layout import Layout, replicated
 from .lowered import Inputs, Lowered
 from .mesh import Mesh
-from .plan import Plan
+from .plan import Plan, with_near_misses
 from .program import passes
 from .program.agreement import Record, agree, checksums
 from .program.cache import CacheInfo, ProgramCache
@@ -490,13 +490,18 @@ class Parallelized:
             rule for index, rule in enumerate(self._plan.activations) if index not in tracing.used_activations
         ]
         if unused:
-            seen = ", ".join(map(repr, dict.fromkeys(tracing.seen.values()))) or "none"
+            paths = [
+                f"{path}{end}"
+                for path in dict.fromkeys(tracing.seen.values())
+                for end in (".input", ".output")
+            ]
             raise PlanError(
                 explain(
-                    f"activations rules that match nothing: {', '.join(map(repr, unused))}",
-                    where=self._name,
-                    rule="a rule fullmatches a module path + '.input' or '.output'",
-                    remedy=f"module paths seen: {seen}",
+                    f"activations rules that match nothing: {with_near_misses(unused, paths)}",
+                    where=f"{self._name}, in which {len(paths) // 2} modules ran",
+                    rule="a rule is a regex that fullmatches the path of a module that ran + '.input' or "
+                    "'.output'; an input is a tensor that is passed by position",
+                    remedy="mend the regex, or drop the rule",
                 )
             )
 

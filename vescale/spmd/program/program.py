@@ -252,7 +252,7 @@ class Program:
                     stops.append(rank.send(value))
                 except StopIteration as done:
                     results.append(done.value)
-            del received
+            del received, value
         return results
 
     def _exchange(self, number: int, values: list[Any]) -> list[Any]:
