@@ -273,3 +273,67 @@ def test_what_torch_only_notes_on_a_tensor_is_in_the_memory_of_its_pieces(make):
         assert not any(piece.is_conj() or piece.is_neg() for piece in tensor.locals)
         assert_same(tensor, want)
         assert_same(tensor.redistribute(P(tp=Shard(1))), want)
+
+
+class _Trainer:
+    """An object whose method is run: it holds a tensor, and another one deep in a container."""
+
+    def __init__(self):
+        self.scale, self.state = torch.ones(4), {"deep": [torch.ones(4)]}
+
+    def step(self, x):
+        return x * self.scale * self.state["deep"][0]
+
+    __call__ = step
+
+
+@pytest.mark.parametrize("way", [lambda t: t.step, lambda t: lambda x: t.step(x), lambda t: t])
+def test_a_closed_over_tensor_that_is_replaced_in_an_object_or_a_container(way):
+    """It is read anew at each call, however deep it lies; of another shape or kind, it is traced anew."""
+    trainer = _Trainer()
+    run = vs.parallelize(way(trainer), vs.Plan(MESH, inputs={"x": P(dp=Shard(0))}))
+    changes = [
+        lambda: setattr(trainer, "scale", torch.full((4,), 2.0)),
+        lambda: trainer.state["deep"].__setitem__(0, torch.full((4,), 3.0)),
+        lambda: trainer.state.update(deep=(torch.arange(4.0),)),
+        lambda: setattr(trainer, "scale", torch.arange(8.0)[:, None]),
+        lambda: setattr(trainer, "scale", 5.0),
+        lambda: trainer.state.update(deep=[trainer.state["deep"][0].double()]),
+    ]
+    misses = []
+    for change in (lambda: None, *changes):
+        change()
+        assert_same(run(X), trainer.step(X))
+        misses.append(run.cache_info().misses)
+    assert misses == [1, 1, 1, 1, 2, 3, 4]
+
+
+def test_a_tensor_in_two_places_of_which_one_is_replaced():
+    """Which of them the function reads is not known before it is traced again."""
+    weight = torch.ones(4)
+    held = [weight]
+    run = vs.parallelize(lambda x: x * held[0] + 0 * weight, vs.Plan(MESH))
+    assert_same(run(X), X)
+    held[0] = torch.full((4,), 2.0)
+    assert_same(run(X), X * 2)
+
+
+def test_parameters_that_are_read_without_their_module():
+    linear, scale = nn.Linear(4, 4, bias=False), torch.ones(4)
+    plan = vs.Plan(MESH, inputs={"x": P(dp=Shard(0))})
+
+    def step(x):
+        return vs.grad(lambda x: (nn.functional.linear(x, linear.weight) * scale).sum())(x)
+
+    run = vs.parallelize(step, plan)
+    assert_same(run(X), step(X))
+    linear.weight, scale = nn.Parameter(torch.eye(4)), torch.arange(4.0)
+    assert_same(run(X), step(X))
+
+
+def test_a_mapped_function_reads_what_it_closes_over_anew():
+    held = {"weight": torch.eye(4)}
+    mapped = vs.shard_map(lambda x: x @ held["weight"], mesh=MESH, in_specs=P(), out_specs=P())
+    for weight in (torch.eye(4), torch.ones(4, 4), torch.ones(4, 3)):
+        held["weight"] = weight
+        assert_same(mapped(X), X @ weight)
