@@ -2,6 +2,9 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
+import vescale as vs
 from vescale.spmd.program.cache import ProgramCache
 
 
@@ -69,3 +72,14 @@ def test_threads_count_together():
     info = cache.info()
     assert info.misses == 1 + 4 * 200  # every put is one
     assert info.size <= 8
+
+
+def test_a_number_that_changes_is_reported_with_advice():
+    mesh = vs.make_mesh({"dp": 2}, backend="simulated")
+    run = vs.parallelize(lambda x, n: x * n, vs.Plan(mesh))
+    for number in (1.0, 2.0, 3):
+        run(torch.ones(2), number)
+    assert "2.0" in run.cache_info().reasons[1]
+    assert "pass a 0-d tensor" in run.cache_info().reasons[1]
+    run(torch.ones(3), 3)
+    assert "0-d tensor" not in run.cache_info().reasons[3]

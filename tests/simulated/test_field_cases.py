@@ -231,3 +231,109 @@ def test_norm_weights_stay_equal_on_every_rank_under_sequence_parallel():
 def test_a_branch_on_a_value_names_the_line():
     with pytest.raises(TraceError, match=r"test_field_cases\.py"):
         vs.parallelize(lambda x: x + 1 if x.sum() > 0 else x, vs.Plan(MESH))(X)
+
+
+# Found by random programs.
+
+
+@pytest.mark.parametrize("spec", [P(dp=Shard(0), tp=Shard(1)), P(dp=Shard(0), tp=Shard(0)), P(tp=Shard(0))])
+def test_a_view_asked_for_in_rows_that_do_not_divide(spec):
+    """Seven rows over two ranks are no part of the 42 elements that they are a view of."""
+    for fn in (lambda x: (-x).view(7, 6), lambda x: torch.arange(42.0).view(7, 6) * 2):
+        run = vs.parallelize(fn, vs.Plan(MESH, outputs={"": spec}))
+        found = run(torch.arange(42.0))
+        assert found.layout is Layout(MESH.abstract, spec, (7, 6))
+        assert_same(found, fn(torch.arange(42.0)))
+        assert not run.lower(torch.arange(42.0)).collectives()
+
+
+@pytest.mark.parametrize("spec", [P(), P(dp=Shard(0)), P(tp=Shard(0), dp=Shard(1))])
+def test_the_gradient_of_a_write_to_a_view_of_what_lies_transposed(spec):
+    """Autograd takes it with as_strided, of a tensor with the strides of what is viewed."""
+
+    def loss(x):
+        y = x.transpose(0, 1) * 1
+        y[1:3] = 0
+        y[:, 1].mul_(2)
+        return (y * y).sum()
+
+    x = vs.distribute_tensor(X, MESH, spec)
+    assert_same(vs.parallelize(vs.grad(loss), vs.Plan(MESH))(x), vs.grad(loss)(X))
+
+
+@pytest.mark.parametrize("make", [lambda z: z.conj(), lambda z: z.conj().imag], ids=["conjugate", "negative"])
+def test_what_torch_only_notes_on_a_tensor_is_in_the_memory_of_its_pieces(make):
+    """A collective sends memory as it is, without the bit that says that it is to be conjugated."""
+    z = torch.complex(X, X + 1)
+    want = make(z).resolve_neg().resolve_conj()
+    placed = vs.distribute_tensor(z, MESH, P(dp=Shard(0)))
+    again = vs.from_local([make(piece) for piece in placed.locals], MESH, P(dp=Shard(0)), z.shape)
+    entered = vs.parallelize(lambda x: x * 1, vs.Plan(MESH, inputs={"x": P(tp=Shard(0))}))(make(z))
+    for tensor in (make(placed), again, vs.distribute_tensor(make(z), MESH, P(dp=Shard(1))), entered):
+        assert not any(piece.is_conj() or piece.is_neg() for piece in tensor.locals)
+        assert_same(tensor, want)
+        assert_same(tensor.redistribute(P(tp=Shard(1))), want)
+
+
+class _Trainer:
+    """An object whose method is run: it holds a tensor, and another one deep in a container."""
+
+    def __init__(self):
+        self.scale, self.state = torch.ones(4), {"deep": [torch.ones(4)]}
+
+    def step(self, x):
+        return x * self.scale * self.state["deep"][0]
+
+    __call__ = step
+
+
+@pytest.mark.parametrize("way", [lambda t: t.step, lambda t: lambda x: t.step(x), lambda t: t])
+def test_a_closed_over_tensor_that_is_replaced_in_an_object_or_a_container(way):
+    """It is read anew at each call, however deep it lies; of another shape or kind, it is traced anew."""
+    trainer = _Trainer()
+    run = vs.parallelize(way(trainer), vs.Plan(MESH, inputs={"x": P(dp=Shard(0))}))
+    changes = [
+        lambda: setattr(trainer, "scale", torch.full((4,), 2.0)),
+        lambda: trainer.state["deep"].__setitem__(0, torch.full((4,), 3.0)),
+        lambda: trainer.state.update(deep=(torch.arange(4.0),)),
+        lambda: setattr(trainer, "scale", torch.arange(8.0)[:, None]),
+        lambda: setattr(trainer, "scale", 5.0),
+        lambda: trainer.state.update(deep=[trainer.state["deep"][0].double()]),
+    ]
+    misses = []
+    for change in (lambda: None, *changes):
+        change()
+        assert_same(run(X), trainer.step(X))
+        misses.append(run.cache_info().misses)
+    assert misses == [1, 1, 1, 1, 2, 3, 4]
+
+
+def test_a_tensor_in_two_places_of_which_one_is_replaced():
+    """Which of them the function reads is not known before it is traced again."""
+    weight = torch.ones(4)
+    held = [weight]
+    run = vs.parallelize(lambda x: x * held[0] + 0 * weight, vs.Plan(MESH))
+    assert_same(run(X), X)
+    held[0] = torch.full((4,), 2.0)
+    assert_same(run(X), X * 2)
+
+
+def test_parameters_that_are_read_without_their_module():
+    linear, scale = nn.Linear(4, 4, bias=False), torch.ones(4)
+    plan = vs.Plan(MESH, inputs={"x": P(dp=Shard(0))})
+
+    def step(x):
+        return vs.grad(lambda x: (nn.functional.linear(x, linear.weight) * scale).sum())(x)
+
+    run = vs.parallelize(step, plan)
+    assert_same(run(X), step(X))
+    linear.weight, scale = nn.Parameter(torch.eye(4)), torch.arange(4.0)
+    assert_same(run(X), step(X))
+
+
+def test_a_mapped_function_reads_what_it_closes_over_anew():
+    held = {"weight": torch.eye(4)}
+    mapped = vs.shard_map(lambda x: x @ held["weight"], mesh=MESH, in_specs=P(), out_specs=P())
+    for weight in (torch.eye(4), torch.ones(4, 4), torch.ones(4, 3)):
+        held["weight"] = weight
+        assert_same(mapped(X), X @ weight)

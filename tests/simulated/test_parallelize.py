@@ -360,8 +360,17 @@ def test_activations_are_pinned_by_module_path():
 def test_activation_rules_that_match_nothing():
     plan = vs.Plan(MESH, activations={r"layers\.\d\.output": P()})
     model = nn.Sequential(nn.Linear(2, 4))
-    with pytest.raises(PlanError, match=r"layers.*(.|\n)*module paths seen: '', '0'"):
+    with pytest.raises(PlanError, match=r"layers.*near: 0\.output"):
         vs.parallelize(lambda x: model(x), plan)(X)
+
+
+def test_an_activation_rule_for_an_input_that_is_passed_by_name():
+    """It can't be pinned there: the rule would be silently without effect."""
+    model = nn.Linear(2, 4)
+    plan = vs.Plan(MESH, activations={r"\.input": P()})
+    with pytest.raises(PlanError, match=r"match nothing(.|\n)*by position"):
+        vs.parallelize(lambda x: model(input=x), plan)(X)
+    vs.parallelize(lambda x: model(x), plan)(X)
 
 
 # Looking inside.

@@ -11,7 +11,7 @@ import torch
 
 from .dtensor import DTensor, remember, wrap
 from .layout import Layout
-from .locals import local_slice
+from .locals import in_memory, local_slice
 from .mesh import Mesh
 
 
@@ -54,7 +54,7 @@ def enter(
                 values.append(local_slice(leaf.detach(), layout, rank).contiguous())
     for tensor in hidden:
         for values in inputs:
-            values.append(tensor.detach().contiguous())
+            values.append(in_memory(tensor.detach()).contiguous())
     return inputs
 
 

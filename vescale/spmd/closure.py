@@ -2,18 +2,22 @@
 
 Modules: their training flags and attributes are part of the signature, those of every module below a
 module that ran. Tensors: they are read again at each call from where they were found (a module, a
-closure cell, a global), so that a replaced one is the one that is used.
+closure cell, a global, what a container or an object there holds), so that a replaced one is the one used.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .program.ir import TensorMeta
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _COMPARED = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -72,51 +76,121 @@ def _mark(value: Any) -> Any:
 def getters(
     fn: Callable[..., Any], modules: Iterable[nn.Module], tensors: Iterable[Tensor]
 ) -> tuple[Getter, ...]:
-    """For each closed-over tensor a function that reads it anew from its place."""
-    places: dict[int, Getter] = {}
-    for module in modules:
-        for store in (module._parameters, module._buffers):
-            for name, tensor in store.items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), functools.partial(_item, store, name))
-    for tensor, place in _cells(fn, set()):
-        places.setdefault(id(tensor), place)
-    return tuple(places.get(id(tensor), functools.partial(_same, tensor)) for tensor in tensors)
+    """For each closed-over tensor a function that reads it anew from its place. Call them with `read`."""
+    tensors = tuple(tensors)
+    places: dict[int, list[Getter]] = {id(tensor): [] for tensor in tensors}
+    modules = tuple(modules)
+    stores = (store for module in modules for store in (module._parameters, module._buffers))
+    ran = (
+        (tensor, functools.partial(_item, store, name)) for store in stores for name, tensor in store.items()
+    )
+    held = _held(fn, functools.partial(_same, fn), set(map(id, modules)), deep=True)
+    for tensor, place in itertools.chain(ran, held) if places else ():
+        if id(tensor) in places:
+            places[id(tensor)].append(place)
+    return tuple(_anywhere(tensor, places[id(tensor)]) for tensor in tensors)
+
+
+def read(places: Iterable[Getter], metas: Iterable[TensorMeta]) -> list[Tensor] | None:
+    """The closed-over tensors as they are now; None when one is gone, or not what it was traced as."""
+    try:
+        tensors = [place() for place in places]
+    except (LookupError, AttributeError, TypeError, ValueError):
+        return None
+    same = all(
+        isinstance(tensor, Tensor) and TensorMeta.of(tensor) == meta for tensor, meta in zip(tensors, metas)
+    )
+    return tensors if same else None
 
 
 def closed_over(fn: Callable[..., Any]) -> Iterator[Tensor]:
     """The tensors in fn's closure and globals, and in those of the functions in them."""
-    return (tensor for tensor, _ in _cells(fn, set()))
+    return (tensor for tensor, _ in _cells(fn, set(), deep=False))
+
+
+def _anywhere(tensor: Tensor, places: list[Getter]) -> Getter:
+    """Reads a tensor that was found in all of these places."""
+    if not places:
+        return functools.partial(_same, tensor)
+    return places[0] if len(places) == 1 else functools.partial(_agreed, places)
+
+
+def _agreed(places: list[Getter]) -> Tensor:
+    """What all of the places hold. A LookupError when one was replaced: which one fn reads is not known."""
+    first, *others = [place() for place in places]
+    if any(other is not first for other in others):
+        raise LookupError
+    return first
 
 
 def _item(store: Any, name: str) -> Tensor:
     return store[name]
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _same(value: Any) -> Any:
+    return value
 
 
-def _cells(fn: Any, seen: set[int]) -> Iterator[tuple[Tensor, Getter]]:
-    """The tensors in fn's closure and globals, and in those of the functions in them."""
+def _cells(fn: Any, seen: set[int], deep: bool) -> Iterator[tuple[Tensor, Getter]]:
+    """The tensors in fn's closure and globals, and in those of the functions in them; `deep`: see `_held`."""
     fn = getattr(fn, "__wrapped__", fn)
     fn = fn.func if isinstance(fn, functools.partial) else fn
     code = getattr(fn, "__code__", None)
     if code is None or id(fn) in seen:
         return
     seen.add(id(fn))
+    owner = getattr(fn, "__self__", None)  # of a bound method
+    if owner is not None:
+        yield from _held(owner, functools.partial(_same, owner), seen, deep)
     for cell in fn.__closure__ or ():
         try:
             found = cell.cell_contents
         except ValueError:  # not filled yet
             continue
-        if isinstance(found, Tensor):
-            yield found, functools.partial(getattr, cell, "cell_contents")
-        else:
-            yield from _cells(found, seen)
-    for name in code.co_names:
+        yield from _held(found, functools.partial(getattr, cell, "cell_contents"), seen, deep)
+    for name in dict.fromkeys(_names(code)):
         found = fn.__globals__.get(name)
-        if isinstance(found, Tensor):
-            yield found, functools.partial(fn.__globals__.__getitem__, name)
-        elif callable(found) and getattr(found, "__module__", None) == fn.__module__:
-            yield from _cells(found, seen)
+        foreign = callable(found) and getattr(found, "__module__", None) != fn.__module__
+        if not foreign or isinstance(found, nn.Module):
+            yield from _held(found, functools.partial(fn.__globals__.__getitem__, name), seen, deep)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The global names that the code and the functions inside it read, and attributes' names with them."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _held(
+    value: Any, place: Callable[[], Any], seen: set[int], deep: bool
+) -> Iterator[tuple[Tensor, Getter]]:
+    """The tensor that a value is; what a function closes over; if `deep`, what items and attributes are."""
+    if isinstance(value, Tensor):
+        yield value, place
+        return
+    if hasattr(value, "__code__") or hasattr(value, "__wrapped__") or isinstance(value, functools.partial):
+        yield from _cells(value, seen, deep)
+        return
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
+        place, items = functools.partial(_attributes, place), vars(value).items()
+    else:
+        return
+    if deep and id(value) not in seen:
+        seen.add(id(value))
+        for key, item in list(items):
+            if not isinstance(item, _COMPARED):
+                yield from _held(item, functools.partial(_part, place, key), seen, deep)
+
+
+def _attributes(place: Callable[[], Any]) -> dict[str, Any]:
+    return vars(place())
+
+
+def _part(place: Callable[[], Any], key: Any) -> Any:
+    return place()[key]

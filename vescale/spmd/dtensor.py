@@ -22,7 +22,7 @@ from .._errors import ArgumentError, LayoutError, VescaleError, explain
 from .agree import digest, exchange, give_up, same_on_all
 from .chunks import Chunk, chunks
 from .layout import Layout, replicated
-from .locals import local_slice
+from .locals import in_memory, local_slice
 from .mesh import Mesh, make_mesh
 from .mesh_order import as_spec, from_mesh_order, to_torch_placement
 from .placements import (
@@ -607,7 +607,7 @@ def from_local(
                 remedy="give the global shape=, or a RaggedShard with the rows of each rank",
             )
         )
-    return DTensor([piece.detach() for piece in pieces], mesh, layout)
+    return DTensor([in_memory(piece.detach()) for piece in pieces], mesh, layout)
 
 
 def _pieces(tensors: Tensor | Sequence[Tensor], mesh: Mesh) -> list[Tensor]:

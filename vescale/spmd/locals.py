@@ -18,6 +18,11 @@ from .reduction import Reduction, neutral
 from .regions import strides
 
 
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor with the conjugate or sign that torch may only note on it: a collective sends memory."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
 def local_slice(tensor: Tensor, layout: Layout, rank: int) -> Tensor:
     """What `rank` holds of the global value `tensor`: a view where the elements allow one.
 
@@ -41,6 +46,7 @@ def local_slice(tensor: Tensor, layout: Layout, rank: int) -> Tensor:
                 remedy="pass the whole tensor, or call from_local with the rank's own piece",
             )
         )
+    tensor = in_memory(tensor)
     coordinate = layout.mesh.coordinate(rank)
     if any(op == "sum" and coordinate[axis] for axis, op in layout.partials.items()):
         value = neutral(tensor.dtype)

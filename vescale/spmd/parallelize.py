@@ -20,13 +20,13 @@ from . import rules as _rules  # noqa: F401  (registers them)
 from .abstract import refuse_abstract, standing_for
 from .agree import digest, give_up
 from .boundary import Apart, Static, enter, leave, own
-from .closure import Getter, Guard, getters
+from .closure import Getter, Guard, getters, read
 from .dtensor import DTensor
 from .kinds import kind_of
 from .layout import Layout, replicated
 from .lowered import Inputs, Lowered
 from .mesh import Mesh
-from .plan import Plan
+from .plan import Plan, with_near_misses
 from .program import passes
 from .program.agreement import Record, agree, checksums
 from .program.cache import CacheInfo, ProgramCache
@@ -149,14 +149,6 @@ class Decision:
     out_kinds: tuple[Any, ...]
     places: Mapping[int, int]  # of the leaves that are tensors, among the inputs
 
-    def takes(self, closed_over: list[torch.Tensor]) -> bool:
-        """Whether the closed-over tensors still look as they did."""
-        hidden = self.graph.hidden
-        return all(
-            TensorMeta.of(tensor) == self.graph.metas[value]
-            for tensor, (value, _) in zip(closed_over, hidden)
-        )
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -166,6 +158,11 @@ class Entry:
     program: Any  # a Program, or whatever `_program` makes for `_run`
     closed_over: tuple[Getter, ...]
     set_apart: Apart
+
+    def read(self) -> list[torch.Tensor] | None:
+        """The closed-over tensors of this call, if the program takes them."""
+        graph = self.decision.graph
+        return read(self.closed_over, (graph.metas[value] for value, _ in graph.hidden))
 
 
 class Parallelized:
@@ -203,8 +200,8 @@ class Parallelized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1
         signature, entry = self._find(args, kwargs)
-        closed_over = [get() for get in entry.closed_over] if entry is not None else []
-        if entry is None or not entry.decision.takes(closed_over):
+        closed_over = entry.read() if entry is not None else None
+        if entry is None or closed_over is None:
             entry = self._compile(signature)
             closed_over = [get() for get in entry.closed_over]
         return self._run(entry, signature.leaves, closed_over)
@@ -494,13 +491,18 @@ class Parallelized:
             rule for index, rule in enumerate(self._plan.activations) if index not in tracing.used_activations
         ]
         if unused:
-            seen = ", ".join(map(repr, dict.fromkeys(tracing.seen.values()))) or "none"
+            paths = [
+                f"{path}{end}"
+                for path in dict.fromkeys(tracing.seen.values())
+                for end in (".input", ".output")
+            ]
             raise PlanError(
                 explain(
-                    f"activations rules that match nothing: {', '.join(map(repr, unused))}",
-                    where=self._name,
-                    rule="a rule fullmatches a module path + '.input' or '.output'",
-                    remedy=f"module paths seen: {seen}",
+                    f"activations rules that match nothing: {with_near_misses(unused, paths)}",
+                    where=f"{self._name}, in which {len(paths) // 2} modules ran",
+                    rule="a rule is a regex that fullmatches the path of a module that ran + '.input' or "
+                    "'.output'; an input is a tensor that is passed by position",
+                    remedy="mend the regex, or drop the rule",
                 )
             )
 

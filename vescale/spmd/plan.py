@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -252,13 +252,9 @@ class Plan:
             parameters.append(Parameter(path, tuple(leaf.shape), leaf.dtype, entry))
             rules.append(matches[0] if matches else None)
         if unmatched:
-            listed = "; ".join(
-                f"{rule!r} (near: {', '.join(near_misses(_plain(rule), paths)) or 'nothing'})"
-                for rule in unmatched
-            )
             raise PlanError(
                 explain(
-                    f"params rules that match no parameter: {listed}",
+                    f"params rules that match no parameter: {with_near_misses(unmatched, paths)}",
                     where=f"argument {self.params_arg!r}, {len(paths)} parameters",
                     rule="a rule is a regex that fullmatches the dotted path of at least one parameter",
                     remedy="mend the regex, or drop the rule",
@@ -347,6 +343,13 @@ def _check_prefixes(rules: Mapping[str, P], paths: Sequence[str], kind: str) -> 
                     remedy=f"near: {near}; there are {shown}",
                 )
             )
+
+
+def with_near_misses(rules: Iterable[str], paths: Sequence[str]) -> str:
+    """A list of rules that match none of `paths`, each with the paths that may have been meant."""
+    return "; ".join(
+        f"{rule!r} (near: {', '.join(near_misses(_plain(rule), paths)) or 'nothing'})" for rule in rules
+    )
 
 
 def _plain(rule: str) -> str:

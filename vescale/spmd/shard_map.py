@@ -19,7 +19,7 @@ from .._compat import FakeTensor, base_tensor, inside_functorch, is_batched
 from .._errors import ArgumentError, LayoutError, ShardingError, VescaleError, explain
 from .agree import digest
 from .boundary import Static, enter, leave, own
-from .closure import Getter, Guard, closed_over, getters
+from .closure import Getter, Guard, closed_over, getters, read
 from .collective_ops import pvary
 from .dtensor import DTensor, from_local
 from .dynamic_map import run_dynamic
@@ -113,6 +113,14 @@ class Entry:
     out_layouts: tuple[Layout | Static, ...]
     paths: tuple[str, ...]
     shared: tuple[int, ...]  # results that would otherwise be memory of an argument or of another result
+
+    def is_current(self) -> bool:
+        """Whether what the function closes over still looks as it did."""
+        graph = self.traced.first.graph
+        return (
+            not self.hidden
+            or read(self.hidden, (graph.metas[value] for value, _ in graph.hidden)) is not None
+        )
 
 
 class ShardMapped:
@@ -333,7 +341,9 @@ class ShardMapped:
 
     def _entry(self, signature: Signature) -> Entry:
         entry = self._cache.get(self._key(signature))
-        if entry is None:
+        if entry is None or not entry.is_current():
+            if entry is not None:
+                self._traces.put(self._key(signature), self._trace(signature))
             made = self.trace(signature)
             self._agree(signature, made)
             entry = Entry(

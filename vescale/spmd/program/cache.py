@@ -29,6 +29,14 @@ class CacheInfo:
         )
 
 
+ADVICE = " (Python numbers are static: pass a 0-d tensor for one that changes often)"
+
+
+def _is_number(key: Any) -> bool:
+    """Whether a leaf's key is a number's: (type, number), or the text of a float."""
+    return isinstance(key, str) or (isinstance(key, tuple) and len(key) == 2 and key[0] is int)
+
+
 class ProgramCache(Generic[T]):
     """Least recently used programs by signature. A signature is a tuple of parts, `names` their names.
 
@@ -87,7 +95,8 @@ class ProgramCache(Generic[T]):
                 places = [index for index, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
                 index = places[0]
                 more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-                changed.append(f"{name} {index}: {old[index]} -> {new[index]}{more}")
+                advice = ADVICE if any(_is_number(old[at]) and _is_number(new[at]) for at in places) else ""
+                changed.append(f"{name} {index}: {old[index]} -> {new[index]}{more}{advice}")
             else:
                 changed.append(f"{name}: {old} -> {new}")
         return ", ".join(changed) or "dropped from the cache before"

@@ -274,25 +274,27 @@ def viewed(
         return None
     asked = refine(replace(pattern, operands=(pattern.results[place],), results=pattern.operands), 0, target)
     states = {axis: state_of(target, axis) for axis, _ in target.spec.items()}
-    if any(uncut(asked, state) for state in states.values()):
+    if any(uncut(asked, state, mesh.axis_size(axis)) for axis, state in states.items()):
         return None
-    placed = {axis: deferred_state(asked, state, 0) for axis, state in states.items()}
+    placed = {axis: deferred_state(asked, state, mesh.axis_size(axis), 0) for axis, state in states.items()}
     source = layout_from(mesh, shape, placed)
     return source if carry(pattern, mesh, source, place, target.shape) == target else None
 
 
-def uncut(asked: Pattern, state: State) -> bool:
-    """Whether no part of what is viewed gives a result in `state`; `asked` is the pattern reversed."""
+def uncut(asked: Pattern, state: State, size: int) -> bool:
+    """Whether no part of what is viewed gives a result in `state`, over an axis of `size` ranks.
+
+    `asked` is the pattern reversed.
+    """
     dims = asked.operands[0]
     if isinstance(state, Digit):
-        names = [name for name in asked.sizes if state == digit_of(name, dims, asked)]
-        return asked.whole.issuperset(names)
+        return _factor_cut(asked, state, size) is None
     if isinstance(state, (Shard, InterleavedShard)):
         return dims[state.dim] not in asked.results[0] or not asked.whole.isdisjoint(dims[state.dim])
     return state is not None
 
 
-def deferred_state(asked: Pattern, state: State, index: int) -> State:
+def deferred_state(asked: Pattern, state: State, size: int, index: int) -> State:
     """The state of operand `index` that gives a result in `state`; `asked` is the pattern reversed."""
     dims = asked.results[index]
     if isinstance(state, RaggedShard):
@@ -300,8 +302,22 @@ def deferred_state(asked: Pattern, state: State, index: int) -> State:
     if isinstance(state, (Shard, InterleavedShard)):  # uneven: the same split of the dim that it stands for
         dim = asked.operands[0][state.dim]
         return replace(state, dim=dims.index(dim)) if dim in dims else None
-    name = next(name for name in asked.sizes if state == digit_of(name, asked.operands[0], asked))
-    return digit_of(name, dims, asked)
+    name = _factor_cut(asked, state, size) if isinstance(state, Digit) else None
+    return None if name is None else digit_of(name, dims, asked)
+
+
+def _factor_cut(asked: Pattern, digit: Digit, size: int) -> str | None:
+    """The factor that an axis of `size` ranks cuts where `digit` stands; None when it can't.
+
+    A dim that is split unevenly is no part of a longer one: its pieces are not those of any split of that.
+    """
+    fitting = (
+        name
+        for name, length in asked.sizes.items()
+        if name not in asked.whole and (length % size == 0 or alone(name, asked))
+        if digit == digit_of(name, asked.operands[0], asked)
+    )
+    return next(fitting, None)
 
 
 def layout_from(mesh: AbstractMesh, shape: Sequence[int], states: dict[str, State]) -> Layout:

@@ -26,6 +26,7 @@ from ..layout import Layout, replicated
 from ..mesh import Mesh
 from . import foreach
 from .cache import ProgramCache
+from .cleanup import in_values
 from .ir import Graph, Node, Ref, TensorMeta, map_args
 from .partition import Compute, Move, Partitioned, partition, without_partials
 from .program import Program, compile_partitioned
@@ -169,7 +170,7 @@ def _compile(
         return [result]
 
     metas = [TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors]
-    graph = trace(call, metas, [f"operand {index}" for index in range(len(tensors))])
+    graph = in_values(trace(call, metas, [f"operand {index}" for index in range(len(tensors))]))
     pinned: frozenset[int] = frozenset()
     wishes: Sequence[Layout | None] = [None] * len(graph.outputs)
     if written is not None:

@@ -366,23 +366,23 @@ class _Walk:
             dims and (len(dims) < len(target.shape) or not all(dims)) for dims in pattern.operands
         )
         asked = refine(replace(pattern, operands=pattern.results, results=pattern.operands), 0, target)
-        lost = pattern.view and any(uncut(asked, state_of(target, axis)) for axis, _ in target.spec.items())
+        states = {
+            axis: (state_of(target, axis), self.mesh.axis_size(axis)) for axis, _ in target.spec.items()
+        }
+        lost = pattern.view and any(uncut(asked, *state) for state in states.values())
         if target.partials or broadcast or lost:  # no operand has these elements: make it whole, and cut
             whole = self.make(value, replicated(self.mesh, self.metas[value].shape), cause, origin)
             return self.move(value, whole, plan(self.values[whole].layout, target), cause, origin)
         numbers = []
         for index, operand in enumerate(_read(node)):
             # The key of a draw is whole; what an elementwise op reads is cut like its result.
-            states = (
+            placed = (
                 {}
                 if is_source(node.op)
-                else {
-                    axis: deferred_state(asked, state_of(target, axis), index)
-                    for axis, _ in target.spec.items()
-                }
+                else {axis: deferred_state(asked, *state, index) for axis, state in states.items()}
             )
             numbers.append(
-                self.obtain(operand, layout_from(self.mesh, self.metas[operand].shape, states), cause, origin)
+                self.obtain(operand, layout_from(self.mesh, self.metas[operand].shape, placed), cause, origin)
             )
         number = self.made[value][target] = self.new(value, target)
         self.steps.append(Compute(node, pattern, tuple(numbers), (number,)))

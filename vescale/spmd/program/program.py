@@ -341,9 +341,14 @@ def _inline(
         yield Call(same, (rename(output),), {}, (number,), False, step.origin)
 
 
+def final_listing(partitioned: Partitioned, rank: int) -> Listing:
+    """What a rank of the mesh runs, after all passes."""
+    return passes.apply(passes.LISTING, listing(partitioned, rank))
+
+
 def source_of(partitioned: Partitioned, rank: int) -> str:
     """The generated Python of a rank of the mesh."""
-    made = passes.apply(passes.LISTING, listing(partitioned, rank))
+    made = final_listing(partitioned, rank)
     return generate(made.instructions, made.inputs, made.outputs, made.looks).source
 
 
@@ -364,9 +369,8 @@ def compile_partitioned(partitioned: Partitioned, mesh: Mesh, *, optimise: bool 
             exchanges.append(waits[step.start.ticket])
         elif isinstance(step, Move) and step.step.is_collective:
             exchanges.append(bind(step.step, mesh))
-    listings = [listing(partitioned, rank) for rank in mesh.local_ranks]
-    if optimise:
-        listings = [passes.apply(passes.LISTING, made) for made in listings]
+    made = final_listing if optimise else listing
+    listings = [made(partitioned, rank) for rank in mesh.local_ranks]
     return Program(mesh, listings, exchanges, sequence(partitioned))
 
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ... import _tree
 from ..._compat import (
     FakeTensor,
     FakeTensorMode,
@@ -217,6 +218,8 @@ class _Recorder(TorchDispatchMode):
             self.wrote = ""
         self.line = user_line()
         if is_strided_view(func):
+            if func is aten.as_strided.default:
+                args = (self.in_memory_order(args[0]), *args[1:])
             check_memory(func, args, kwargs, self.line)
         args, kwargs = self.lift(args), {name: self.lift(value) for name, value in kwargs.items()}
         if func is aten._local_scalar_dense.default and id(args[0]) in self.ids:
@@ -242,6 +245,17 @@ class _Recorder(TorchDispatchMode):
         self.nodes.append(node)
         self.makers.update((out, node) for out in node.outs if out is not None)
         return result
+
+    def in_memory_order(self, base: torch.Tensor) -> torch.Tensor:
+        """A view of `base` with its dims in the order of its memory, through which as_strided sees the same.
+
+        The gradient of a write to a view asks as_strided of a tensor that has the strides of what is viewed.
+        """
+        order = sorted(range(base.dim()), key=base.stride, reverse=True)
+        if base.is_contiguous() or not base.permute(order).is_contiguous():
+            return base
+        with self:
+            return base.permute(order)
 
     def known_value(self, value: int) -> Any:
         """The number that `value` is in every call; None when it comes of an input, closure, draw or write.
@@ -483,7 +497,8 @@ def _module_stack(tracing: Tracing) -> Iterator[None]:
     def constrained(path: str, value: Any) -> Any:
         for index, (pattern, spec) in enumerate(tracing.activations):
             if pattern.fullmatch(path):
-                tracing.used_activations.add(index)
+                if any(isinstance(leaf, torch.Tensor) for leaf in _tree.leaves(value)):
+                    tracing.used_activations.add(index)
                 return constrain_tree(value, spec)
         return value
 

@@ -164,7 +164,11 @@ def unsharded(node: Node, metas: Sequence[TensorMeta], **options: Any) -> Patter
 
 
 def own_range(layout: Layout, dim: int, rank: int) -> tuple[int, int] | None:
-    """(first, number) of the indices of `dim` that the rank has, a single run; None when it has them all."""
+    """(first, number) of the indices of `dim` that the rank has, a single run; None when it has them all.
+
+    A ragged split of dims before it takes none of them away.
+    """
+    assert layout.ragged is None or dim not in layout.ragged[1].dims, "the rule offers no ragged cut of it"
     ((first, stop), *rest) = layout.index_sets(rank)[dim] or ((0, 0),)
     assert not rest, "the rule offers contiguous indices only"
     return None if stop - first == layout.shape[dim] else (first, stop - first)

@@ -173,8 +173,6 @@ def _own_diagonal(call: LocalCall) -> LocalCall:
 def _shift(call: LocalCall) -> int:
     """How far above the diagonal of a rank's block that of the whole matrix is."""
     layout = call.operands[0]
-    if layout.ragged is not None:
-        return 0
     ndim = len(layout.shape)
     row, column = (own_range(layout, dim, call.rank) or (0, 0) for dim in (ndim - 2, ndim - 1))
     return row[0] - column[0]

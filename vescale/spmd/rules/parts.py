@@ -56,7 +56,7 @@ def select_scatter(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     dim, index = node.args[2] % len(shape), node.args[3] % shape[node.args[2]]
 
     def own(call: LocalCall) -> LocalCall:
-        found = None if call.operands[0].ragged else own_range(call.operands[0], dim, call.rank)
+        found = own_range(call.operands[0], dim, call.rank)
         if found is None:
             return call
         first, count = found
@@ -98,7 +98,7 @@ def slice_scatter(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     sizes["part"] = len(places)
 
     def own(call: LocalCall) -> LocalCall:
-        found = None if call.operands[0].ragged else own_range(call.operands[0], dim, call.rank)
+        found = own_range(call.operands[0], dim, call.rank)
         if found is None:
             return call
         first, count = found

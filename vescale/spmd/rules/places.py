@@ -30,7 +30,7 @@ class Places:
 
 def _own_ranges(call: LocalCall, dims: Sequence[int]) -> Ranges:
     layout = call.operands[0]
-    found = {dim: own_range(layout, dim, call.rank) for dim in dims if layout.ragged is None}
+    found = {dim: own_range(layout, dim, call.rank) for dim in dims}
     return {dim: (*own, layout.shape[dim]) for dim, own in found.items() if own is not None}
 
 
