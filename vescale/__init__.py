@@ -12,6 +12,7 @@ from . import fsdp, optim, rng
 from ._errors import VescaleError
 from .spmd.distribute import distribute
 from .spmd.dtensor import DTensor, distribute_tensor, from_local, from_torch
+from .spmd.tensor_group import TensorGroup
 from .spmd.redistribute_many import redistribute_many
 from .spmd.program.dispatch import no_implicit_redistribute
 
@@ -58,7 +59,7 @@ from .spmd.collectives import (
 from .spmd.ragged_collectives import all_gather_ragged, all_to_all_ragged, psum_scatter_ragged
 
 # parameters in flat buffers
-from .fsdp import Elements, Rows, Tile, Whole
+from .fsdp import FSDP, Elements, Rows, Tile, Whole
 
 # transforms
 from .spmd.transforms import constrain, grad, remat, value_and_grad, vmap
@@ -67,6 +68,7 @@ __all__ = [
     "AbstractMesh",
     "DTensor",
     "Elements",
+    "FSDP",
     "InterleavedShard",
     "Layout",
     "Mesh",
@@ -79,6 +81,7 @@ __all__ = [
     "Shard",
     "Staged",
     "StridedRaggedShard",
+    "TensorGroup",
     "Tile",
     "VescaleError",
     "Whole",

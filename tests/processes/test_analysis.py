@@ -21,9 +21,12 @@ def patient_gloo():
     """gloo's threads let go of buffers a moment after the call: wait for that, or it is counted."""
     real = dist.all_to_all_single
 
-    def patient(*args):
-        real(*args)
+    def patient(*args, **kwargs):
+        work = real(*args, **kwargs)
+        if work is not None:
+            work.wait()
         time.sleep(0.002)
+        return work
 
     dist.all_to_all_single = patient
     try:

@@ -246,10 +246,10 @@ def bytes_on_the_wire():
     specs += [P(dp=Partial(), tp=Shard(0)), P(dp=Partial(), tp=Partial())]
     received, real = [], dist.all_to_all_single
 
-    def count(recv, send, out_splits, in_splits, group):
+    def count(recv, send, out_splits, in_splits, group, **options):
         here = dist.get_group_rank(group, dist.get_rank())
         received.append((sum(out_splits) - out_splits[here]) * recv.itemsize)
-        return real(recv, send, out_splits, in_splits, group)
+        return real(recv, send, out_splits, in_splits, group, **options)
 
     dist.all_to_all_single = count
     try:

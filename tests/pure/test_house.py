@@ -79,6 +79,8 @@ PUBLIC = [
     "optim",
     "rng",
     "fsdp",
+    "FSDP",
+    "TensorGroup",
     "Elements",
     "Rows",
     "Tile",

@@ -6,11 +6,22 @@ Underneath: `bound` (what counting allows), `search` (which shard sizes are trie
 works), `buckets` (which tensors share a buffer).
 """
 
+from ..spmd.program.passes import DECISIONS, LISTING, Pass, register
 from .blocks import Block, Cuts, Elements, Rows, Tile, Whole, default_block
+from .bucket import Bucket
 from .buffer_plan import BufferPlan
+from .config import FSDP
+from .dbuffer import DBuffer
+from .into_buffer import into_buffer
 from .padding import Binding, binding, check_padding
 from .planner import plan_buckets, plan_buffer
+from .recompute import recompute
+from .schedule import schedule
 from .spec import TensorSpec
+
+register(Pass("recompute", DECISIONS, recompute))
+register(Pass("buckets", DECISIONS, schedule, rewrites=True))
+register(Pass("into_buffer", LISTING, into_buffer), before="fuse_foreach")
 
 __all__ = [
     "Block",
@@ -21,7 +32,10 @@ __all__ = [
     "Whole",
     "default_block",
     "TensorSpec",
+    "Bucket",
     "BufferPlan",
+    "DBuffer",
+    "FSDP",
     "plan_buffer",
     "plan_buckets",
     "Binding",

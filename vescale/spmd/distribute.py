@@ -12,7 +12,8 @@ from .plan import Plan
 def distribute(tree: Any, plan: Plan) -> Any:
     """Each tensor of the parameter tree `tree`, placed at rest as `plan.params` says.
 
-    Tensors are global values, equal on all ranks; DTensors are moved. Raises PlanError as
+    Tensors are global values, equal on all ranks; DTensors are moved. With `plan.fsdp` the parameters of
+    a bucket share one buffer. Raises PlanError as
     `plan.resolve` does.
 
     >>> import torch
@@ -25,10 +26,13 @@ def distribute(tree: Any, plan: Plan) -> Any:
     """
     mesh = plan.hosted("vs.distribute")
     leaves, spec = _tree.flatten(tree)
-    placed = []
-    for leaf, entry in zip(leaves, plan.resolve(tree), strict=True):
+    resolved = plan.resolve(tree)
+    placed: dict[str, DTensor] = {}
+    for leaf, entry in zip(leaves, resolved, strict=True):
         if isinstance(leaf, DTensor):
-            placed.append(leaf.redistribute(entry.rest.spec))
+            placed[entry.path] = leaf.redistribute(entry.rest.spec)
         else:
-            placed.append(distribute_tensor(leaf, mesh, entry.rest.spec))
-    return _tree.unflatten(spec, placed)
+            placed[entry.path] = distribute_tensor(leaf, mesh, entry.rest.spec)
+    if plan.fsdp:
+        placed |= plan.fsdp.store(resolved.buckets, placed)
+    return _tree.unflatten(spec, placed.values())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
-from weakref import ReferenceType, WeakSet, WeakValueDictionary, ref
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class DTensor(Tensor):
     _locals: list[Tensor]  # one for each of mesh.local_ranks, never on a tape of their own
     _copied: tuple[ReferenceType[DTensor], int] | None  # of a view that is a copy: the base, its version
 
-    _kind: Any  # what a program depends on, made when it is asked for: see `kind_of`
+    _kind: Any  # what a program depends on, made when it is asked for: see kinds.py
 
     __slots__ = ("_copied", "_kind", "_locals", "layout", "mesh")
     __torch_function__ = _compat.disabled_torch_function  # pyright: ignore[reportAssignmentType]
@@ -397,7 +397,7 @@ class _Gone(list):
     __iter__ = __getitem__ = __len__ = _refuse  # type: ignore[assignment]
 
 
-# Of programs: what they return, and what they depend on.
+# What programs return.
 
 
 def wrap(locals: list[Tensor], mesh: Mesh, layout: Layout, dtype: torch.dtype, kind: Any) -> DTensor:
@@ -406,34 +406,6 @@ def wrap(locals: list[Tensor], mesh: Mesh, layout: Layout, dtype: torch.dtype, k
     self = _compat.make_wrapper(DTensor, layout.shape, order, dtype, mesh.device, False)
     self.mesh, self.layout, self._locals, self._copied, self._kind = mesh, layout, locals, None, kind
     return self
-
-
-class Kind:
-    """A layout and a dtype, one object for each pair: compared by identity, which costs nothing."""
-
-    __slots__ = ("__weakref__", "dtype", "layout")
-
-    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
-        self.layout, self.dtype = layout, dtype
-
-    def __repr__(self) -> str:
-        return f"({self.layout!r}, {self.dtype})"
-
-
-def kind_of(layout: Layout, dtype: torch.dtype) -> Any:
-    """What a program depends on in a DTensor.
-
-    A 0-d value is whole either way: a step count that went in plain comes back as a DTensor.
-    """
-    if not layout.shape:
-        return dtype
-    kind = _kinds.get((layout, dtype))
-    if kind is None:
-        kind = _kinds.setdefault((layout, dtype), Kind(layout, dtype))
-    return kind
-
-
-_kinds: WeakValueDictionary[tuple[Layout, torch.dtype], Kind] = WeakValueDictionary()
 
 
 def remember(mesh: Mesh) -> None:

@@ -90,7 +90,7 @@ class Dynamic(Parallelized):
 
     def _place(self, signature: Signature) -> _Placed:
         paths = signature.paths()
-        layouts, marks = self._layouts(signature, paths)
+        layouts, marks, _ = self._layouts(signature, paths)
         if not self._mesh.is_simulated:
             plain = {
                 path: digest(leaf)

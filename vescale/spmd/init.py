@@ -67,7 +67,7 @@ def init(
             )
         )
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    resolved = plan.resolve_shapes(list(params), [tuple(p.shape) for p in params.values()])
+    resolved = plan.resolve_leaves(list(params), list(params.values()))
     layouts = {entry.path: entry.rest for entry in resolved}
     layouts |= {name: buffer_layout(plan, name, buffer) for name, buffer in buffers.items()}
     whole = {**params, **buffers}

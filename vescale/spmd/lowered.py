@@ -11,7 +11,7 @@ import torch
 from .program.cost import CostAnalysis, Rates
 from .program.memory import MemoryAnalysis, kinds_of, memory_analysis
 from .program.partition import Move, Partitioned
-from .program.program import Collectives, as_text, collectives, listing, source_of
+from .program.program import Collectives, as_text, collectives, final_listing, source_of
 from .program.replay import Replay, replay
 from .program.wire import wires
 
@@ -87,7 +87,7 @@ class Lowered:
 
     def _replay(self, rank: int) -> Replay:
         if rank not in self._replays:
-            made, inputs = listing(self._partitioned, rank), self._inputs
+            made, inputs = final_listing(self._partitioned, rank), self._inputs
             held = [number for number in made.inputs if number not in inputs.donated]
             self._replays[rank] = replay(
                 made.instructions,

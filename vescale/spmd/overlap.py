@@ -23,7 +23,7 @@ from .redistribute import Collective, bind_many
 from .redistribute_plan import Step
 from .reduction import Reduction
 from .regions import Block, overlap, region
-from .transport import pack, start_all_to_all, unpack
+from .transport import pack, start_all_gather, start_all_to_all, unpack
 
 Sources = Sequence[Sequence[Tensor]]
 Ticket = Callable[[], Sequence[Sequence[Tensor]]]
@@ -73,6 +73,16 @@ def _begin_exchange(
     me, group = mesh.rank, mesh.late_group(steps[0].axes)
     incoming = [[_blocks(step, peer, me) for peer in members] for step in steps]
     unpacked, out_splits = unpack(incoming, [step.dst.local_shape(me) for step in steps])
+    if steps[0].kind == "all_gather" and len(set(out_splits)) == 1:
+        packed, _ = pack([[_blocks(step, me, me)] for step in steps])
+
+        def gather(sources: Sources) -> Ticket:
+            (tensors,) = sources
+            send = packed([tensor.contiguous() for tensor in tensors]).view(-1)
+            arrived = start_all_gather(send, len(members), group())
+            return lambda: [unpacked(arrived())]
+
+        return gather
     packed, in_splits = pack([[_blocks(step, me, peer) for peer in members] for step in steps])
 
     def begin(sources: Sources) -> Ticket:

@@ -21,7 +21,8 @@ from .abstract import refuse_abstract, standing_for
 from .agree import digest, give_up
 from .boundary import Apart, Static, enter, leave, own
 from .closure import Getter, Guard, getters, read
-from .dtensor import DTensor, kind_of
+from .dtensor import DTensor
+from .kinds import kind_of
 from .layout import Layout, replicated
 from .lowered import Inputs, Lowered
 from .mesh import Mesh
@@ -74,7 +75,9 @@ def parallelize(
     back in that argument's layouts, so that a train step is a fixed point; others stay where the
     program left them, with pending reductions done.
 
-    `donate` names arguments whose DTensors the call may consume: using one afterwards is an error.
+    `donate` names arguments whose DTensors the call may consume: using one afterwards is an error. What fn
+    makes of one elementwise at the end of its life, as an optimizer does, is written in its memory: whatever
+    else shares that memory (what `from_local` was given, a detached alias) changes too.
 
     With `strict`, communication that the plan did not ask for is a ShardingError that names the op, its
     source line, the bytes and the line that would ask for it. The plan asks for what a constraint moves
@@ -307,7 +310,7 @@ class Parallelized:
     def _decide(self, signature: Signature) -> Decision:
         plan, mesh = self._plan, self._plan.mesh
         paths, tensors = signature.paths(), signature.tensors()
-        layouts, marks = self._layouts(signature, paths)
+        layouts, marks, buckets = self._layouts(signature, paths)
         out_spec: list[_tree.TreeSpec] = []
 
         def flat(values: list[torch.Tensor]) -> list[Any]:
@@ -351,6 +354,7 @@ class Parallelized:
         facts = Facts(
             {numbers[index]: paths[index] for index in tensors},
             frozenset(numbers[index] for index in donated),
+            {"buckets": buckets, "parameters": {m.name: numbers[i] for i, m in enumerate(marks) if m}},
         )
         partitioned = passes.apply(passes.DECISIONS, replace(partitioned, facts=facts))
         out_layouts = tuple(
@@ -381,8 +385,8 @@ class Parallelized:
 
     def _layouts(
         self, signature: Signature, paths: list[str]
-    ) -> tuple[list[Layout | None], list[Mark | None]]:
-        """The layout of each leaf on entry, and the marks of parameters."""
+    ) -> tuple[list[Layout | None], list[Mark | None], tuple[Any, ...]]:
+        """The layout of each leaf on entry, the marks of parameters, and those that move together."""
         plan, mesh = self._plan, self._plan.mesh
         plan.check_inputs(paths)
         prefix = f"{plan.params_arg}."
@@ -392,7 +396,7 @@ class Parallelized:
             if (path.startswith(prefix) or path == plan.params_arg)
             and isinstance(signature.leaves[index], torch.Tensor)
         }
-        if plan.params and not own:
+        if (plan.params or plan.fsdp) and not own:
             raise PlanError(
                 explain(
                     f"params rules, and no tensor in an argument {plan.params_arg!r}",
@@ -403,9 +407,7 @@ class Parallelized:
                     else "pass the parameters as an argument",
                 )
             )
-        resolved = plan.resolve_shapes(
-            list(own.values()), [tuple(signature.leaves[index].shape) for index in own]
-        )
+        resolved = plan.resolve_leaves(list(own.values()), [signature.leaves[index] for index in own])
         parameters = dict(zip(own, resolved, strict=True))
         by_path = {entry.path: entry for entry in resolved}
         layouts: list[Layout | None] = []
@@ -428,7 +430,9 @@ class Parallelized:
             if index in parameters:
                 entry = parameters[index]
                 wanted = entry.rest
-                marks[index] = Mark(entry.path, entry.run, entry.rest)
+                marks[index] = Mark(
+                    entry.path, entry.run, entry.rest, leaf.dtype, entry.run_dtype, entry.reduce_dtype
+                )
             elif (spec := plan.input_spec(path)) is not None:
                 wanted = Layout(mesh.abstract, spec, shape)
             elif not isinstance(leaf, DTensor):
@@ -443,7 +447,7 @@ class Parallelized:
                     raise self._mismatch(path, leaf, wanted)
                 wanted = leaf.layout
             layouts.append(wanted)
-        return layouts, marks
+        return layouts, marks, resolved.buckets
 
     def _mismatch(self, path: str, leaf: DTensor, wanted: Layout | None) -> PlanError:
         if leaf.mesh is not self._plan.mesh:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,14 +34,55 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter as whoever stages it sees it: its layout in use, or a `Staged` of its own."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    entry: P | Staged
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Where parameters rest and which move together: what `Plan(fsdp=)` decides.
+
+    `entries` by path; `buckets` are for the passes of whoever staged, see `Facts`. `run_dtype` and
+    `reduce_dtype` are those of parameters in use and of gradients on the way (None: the parameter's own).
+    """
+
+    entries: Mapping[str, Staged]
+    buckets: tuple[Any, ...]
+    run_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+class Stager(Protocol):
+    """What `Plan` asks of its `fsdp`: see `vs.FSDP`."""
+
+    def stage(self, mesh: AbstractMesh, parameters: Sequence[Parameter]) -> Staging:
+        """Where each parameter rests. Raises PlanError."""
+        ...
+
+    def store(self, buckets: tuple[Any, ...], tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The DTensors at rest of each bucket, in memory of its own."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class ResolvedParameter:
-    """What a plan says of one parameter: its layouts, and the rule that says so (None: no rule)."""
+    """What a plan says of one parameter: its layouts, and the rule that says so (None: no rule).
+
+    `run_dtype` and `reduce_dtype` are those of its uses and of its gradient while it is reduced.
+    """
 
     path: str
     rest: Layout
     run: Layout
     rule: str | None
     dtype: torch.dtype | None = None
+    run_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
     @property
     def local(self) -> str:
@@ -52,7 +93,12 @@ class ResolvedParameter:
 
 
 class Resolved(tuple[ResolvedParameter, ...]):
-    """What a plan says of each parameter of a tree, in the order of its leaves; prints as a table."""
+    """What a plan says of each parameter of a tree, in the order of its leaves; prints as a table.
+
+    `buckets` are the parameters that move together, those of `Plan(fsdp=)`.
+    """
+
+    buckets: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         rows = [("parameter", "shape", "at rest", "in use", "on rank 0", "rule")]
@@ -71,13 +117,14 @@ class Plan:
     """Placements for a one-device function, by name.
 
         Plan(mesh, params={regex: P or Staged}, inputs={path: P}, outputs={path: P},
-             activations={regex: P}, params_arg="params")
+             activations={regex: P}, fsdp=vs.FSDP(...), params_arg="params")
 
     `params` regexes fullmatch the dotted path of a parameter inside the argument named `params_arg`;
     the first that matches wins, a parameter that none matches is replicated. `inputs` keys are
     argument paths, or prefixes that end at a dot: "batch" covers "batch.tokens". `outputs` keys are
     paths in the result ("0.loss", or "" for all of it) or such prefixes. `activations` regexes fullmatch
-    a module path + ".input" or ".output" and pin floating-point tensors there.
+    a module path + ".input" or ".output" and pin floating-point tensors there. `fsdp` shards what the
+    rules say over one more axis at rest, and moves it a bucket at a time.
 
     A rule that matches nothing is a PlanError that lists near misses. Plans compose: in `a | b` the rules
     of b come first. A plan on an `AbstractMesh` can be resolved and lowered, and has no ranks to run on.
@@ -101,9 +148,10 @@ class Plan:
         outputs: Mapping[str, P] | None = None,
         activations: Mapping[str, P] | None = None,
         *,
+        fsdp: Stager | None = None,
         params_arg: str = "params",
     ) -> None:
-        self.mesh, self.params_arg = mesh, params_arg
+        self.mesh, self.fsdp, self.params_arg = mesh, fsdp, params_arg
         self.params = dict(params or {})
         self.inputs, self.outputs = dict(inputs or {}), dict(outputs or {})
         self.activations = dict(activations or {})
@@ -149,6 +197,7 @@ class Plan:
                 **other.activations,
                 **{rule: spec for rule, spec in self.activations.items() if rule not in other.activations},
             },
+            fsdp=other.fsdp or self.fsdp,
             params_arg=other.params_arg,
         )
 
@@ -159,34 +208,49 @@ class Plan:
         all of them at once.
         """
         paths, leaves, _ = _tree.flatten_with_path(tree)
-        shapes, dtypes = [tuple(leaf.shape) for leaf in leaves], [leaf.dtype for leaf in leaves]
-        return self.resolve_shapes(paths, shapes, dtypes)
+        return self.resolve_leaves(paths, leaves)
 
-    def resolve_shapes(
-        self,
-        paths: Sequence[str],
-        shapes: Sequence[tuple[int, ...]],
-        dtypes: Sequence[torch.dtype] | None = None,
-    ) -> Resolved:
-        """`resolve` for parameters by path and shape."""
-        unmatched, problems, resolved = dict(self.params), [], []
-        for path, shape, dtype in zip(paths, shapes, dtypes or [None] * len(shapes), strict=True):
-            matches = [rule for rule in self.params if re.fullmatch(rule, path)]
-            for rule in matches:
-                unmatched.pop(rule, None)
-            entry = self.params[matches[0]] if matches else P()
+    def resolve_leaves(self, paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> Resolved:
+        """`resolve` for parameters by path; of a leaf only shape and dtype count."""
+        parameters, rules = self._match(paths, leaves)
+        staging = self.fsdp.stage(self.mesh.abstract, parameters) if self.fsdp else Staging({}, ())
+        problems, resolved = [], []
+        for parameter, rule in zip(parameters, rules, strict=True):
+            path, shape = parameter.path, parameter.shape
+            is_float = parameter.dtype.is_floating_point
+            entry = staging.entries.get(path, parameter.entry)
             rest, run = (entry.init, entry.run) if isinstance(entry, Staged) else (entry, entry)
             try:
                 made = ResolvedParameter(
                     path,
                     Layout(self.mesh.abstract, rest, shape),
                     Layout(self.mesh.abstract, run, shape),
-                    matches[0] if matches else None,
-                    dtype,
+                    rule,
+                    parameter.dtype,
+                    staging.run_dtype if is_float else None,
+                    staging.reduce_dtype if is_float else None,
                 )
                 resolved.append(made)
             except LayoutError as error:
                 problems.append(f"{path} of shape {shape}: {error}")
+        if problems:
+            raise PlanError("\n".join(["these parameters can't be placed as the plan says:", *problems]))
+        table = Resolved(resolved)
+        table.buckets = staging.buckets
+        return table
+
+    def _match(
+        self, paths: Sequence[str], leaves: Sequence[torch.Tensor]
+    ) -> tuple[list[Parameter], list[str | None]]:
+        """Each parameter with what the first rule that matches says of it, and that rule."""
+        unmatched, parameters, rules = dict(self.params), [], []
+        for path, leaf in zip(paths, leaves, strict=True):
+            matches = [rule for rule in self.params if re.fullmatch(rule, path)]
+            for rule in matches:
+                unmatched.pop(rule, None)
+            entry = self.params[matches[0]] if matches else P()
+            parameters.append(Parameter(path, tuple(leaf.shape), leaf.dtype, entry))
+            rules.append(matches[0] if matches else None)
         if unmatched:
             raise PlanError(
                 explain(
@@ -196,9 +260,7 @@ class Plan:
                     remedy="mend the regex, or drop the rule",
                 )
             )
-        if problems:
-            raise PlanError("\n".join(["these parameters can't be placed as the plan says:", *problems]))
-        return Resolved(resolved)
+        return parameters, rules
 
     def input_spec(self, path: str) -> P | None:
         """The placements of an argument path: those of its longest prefix among `inputs`."""
@@ -258,7 +320,7 @@ class Plan:
     def __repr__(self) -> str:
         parts = [
             f"{name}={getattr(self, name)!r}"
-            for name in ("params", "inputs", "outputs", "activations")
+            for name in ("params", "inputs", "outputs", "activations", "fsdp")
             if getattr(self, name)
         ]
         return f"Plan({', '.join([repr(self.mesh), *parts])})"

@@ -12,7 +12,8 @@ import torch
 from .. import _tree
 from .._compat import default_device
 from .._errors import ArgumentError, explain
-from .dtensor import DTensor, kind_of
+from .dtensor import DTensor
+from .kinds import kind_of
 
 # The names of the parts of a key, in order: misses are explained with them.
 PARTS = ("argument names", "structure", "leaf", "mode")

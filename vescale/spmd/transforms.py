@@ -21,7 +21,7 @@ from .dtensor import DTensor, place
 from .layout import Layout
 from .mesh import Mesh
 from .placements import P
-from .program.trace import Mark, Pin, Tracing, current_trace
+from .program.trace import Mark, Pin, Tracing, current_trace, gradient_of
 from .varying import joined
 
 # The index points into the constraints of the trace; the op is the identity and leaves no trace at run time.
@@ -127,23 +127,27 @@ def marks_of(leaves: Sequence[Any]) -> list[Mark | None]:
 def in_use(leaves: Sequence[Any], marks: Sequence[Mark | None]) -> list[Any]:
     """The leaves, parameters in their run layouts."""
     tracing = current_trace()
-    return [
-        leaf
-        if mark is None or tracing is None
-        else _pin(tracing, leaf, Pin(mark.run, mark.name), transpose=False)
-        for leaf, mark in zip(leaves, marks, strict=True)
-    ]
+
+    def use(leaf: torch.Tensor, mark: Mark) -> torch.Tensor:
+        assert tracing is not None
+        # Cast first: fewer bytes move.
+        cast = leaf if mark.run_dtype is None else leaf.to(mark.run_dtype)
+        return _pin(tracing, cast, Pin(mark.run, mark.name), transpose=False)
+
+    return [leaf if mark is None else use(leaf, mark) for leaf, mark in zip(leaves, marks, strict=True)]
 
 
 def at_rest(gradients: Sequence[Any], marks: Sequence[Mark | None]) -> list[Any]:
-    """Gradients of the leaves, those of parameters in their layouts at rest."""
+    """Gradients of the leaves, those of parameters in their layouts at rest and the parameter's dtype."""
     tracing = current_trace()
-    return [
-        gradient
-        if mark is None or tracing is None
-        else _pin(tracing, gradient, Pin(mark.rest, f"gradient of {mark.name}", True), transpose=False)
-        for gradient, mark in zip(gradients, marks, strict=True)
-    ]
+
+    def rest(gradient: torch.Tensor, mark: Mark) -> torch.Tensor:
+        assert tracing is not None
+        sent = gradient.to(mark.reduce_dtype or mark.dtype or gradient.dtype)
+        there = _pin(tracing, sent, Pin(mark.rest, gradient_of(mark.name), True), transpose=False)
+        return there.to(mark.dtype or gradient.dtype)
+
+    return [g if mark is None else rest(g, mark) for g, mark in zip(gradients, marks, strict=True)]
 
 
 def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:

@@ -4,7 +4,7 @@
         (v0, v1, v2) = inputs; inputs.clear()
         v3 = mm_0(v0, v1)  # blocks.0.fc1 train.py:12 in forward
         del v0
-        v4 = yield 0, v3   # all_reduce over tp
+        v4 = (yield 0, v3).pop()   # all_reduce over tp
         ...
 
 Each value is dropped after its last use. A collective is a `yield` of its number and its input: the world
@@ -64,17 +64,17 @@ def generate(
         comment = f"  # {instruction.origin}" if str(instruction.origin) else ""
         if isinstance(instruction, Exchange):
             source, target = writer.variable(instruction.source), writer.variable(instruction.target)
-            lines.append(f"    {target} = yield {exchanges}, {source}{comment}")
+            lines.append(f"    {target} = (yield {exchanges}, {source}).pop(){comment}")
             exchanges += 1
             kept = set()
         elif isinstance(instruction, StartExchange):
             sources = "".join(f"{writer.variable(value)}, " for value in instruction.sources)
-            lines.append(f"    t{instruction.ticket} = yield {exchanges}, ({sources}){comment}")
+            lines.append(f"    t{instruction.ticket} = (yield {exchanges}, ({sources})).pop(){comment}")
             exchanges += 1
             kept = set()
         elif isinstance(instruction, WaitExchange):
             targets = "".join(f"v{value}, " for value in instruction.targets)
-            lines.append(f"    {targets}= yield {exchanges}, t{instruction.ticket}{comment}")
+            lines.append(f"    {targets}= (yield {exchanges}, t{instruction.ticket}).pop(){comment}")
             lines.append(f"    del t{instruction.ticket}")
             exchanges += 1
             kept = set()

@@ -11,7 +11,7 @@ import torch
 from ..redistribute import bind_local
 from ..rules.notation import LocalCall
 from .ir import Origin, Ref, map_args, refs_of
-from .partition import Compute, Move, Partitioned, Start, Wait
+from .partition import Compute, Local, Move, Partitioned, Start, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Call:
     """A local call. `outs` number its results (None: unused); `unpack` when it returns several.
 
     `overwrites` is empty, or says for each result of which operand it takes the memory: the call writes
-    there, and the operand is no value any more.
+    there, and the operand is no value any more. `fresh`: results are known to have memory of their own.
     """
 
     fn: Callable[..., Any]
@@ -29,6 +29,7 @@ class Call:
     unpack: bool
     origin: Origin
     overwrites: tuple[int, ...] = ()
+    fresh: bool = False
 
     def reads(self) -> Iterator[int]:
         """The values that the call reads, in the order of its arguments."""
@@ -111,8 +112,13 @@ class Listing:
     device: str = "cpu"
 
 
-def emit(step: Compute | Move | Start | Wait, partitioned: Partitioned, rank: int) -> Instruction:
+def emit(step: Compute | Move | Local | Start | Wait, partitioned: Partitioned, rank: int) -> Instruction:
     """The instruction of `rank` for a step."""
+    if isinstance(step, Local):
+        taken = tuple(Ref(number) for number in step.operands)
+        overwrites = step.operands[:1] if step.writes else ()
+        fresh = not (step.shares or step.writes)
+        return Call(step.make(rank), taken, {}, step.results, True, step.origin, overwrites, fresh)
     if isinstance(step, Start):
         return StartExchange(step.sources, step.ticket, step.origin)
     if isinstance(step, Wait):

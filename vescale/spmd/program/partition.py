@@ -108,7 +108,24 @@ class Wait:
     start: Start
 
 
-AnyStep = Compute | Move | Map | Start | Wait
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Run a function of a rank's local values that is no ATen call: what passes put into a program.
+
+    `make(rank)` is the function of that rank: operands -> list of results. Results may be memory of
+    operands with `shares`; with `writes` the first operand is overwritten, and is the one result.
+    """
+
+    name: str
+    make: Callable[[int], Callable[..., list[Any]]]
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    origin: Origin
+    shares: bool = False
+    writes: bool = False
+
+
+AnyStep = Compute | Move | Map | Local | Start | Wait
 
 
 def operands(step: AnyStep) -> tuple[int, ...]:
@@ -128,7 +145,7 @@ def results(step: AnyStep) -> tuple[int, ...]:
         return ()
     if isinstance(step, Wait):
         return step.start.targets
-    assert isinstance(step, (Compute, Map))
+    assert isinstance(step, (Compute, Map, Local))
     return tuple(value for value in step.results if value is not None)
 
 
@@ -220,7 +237,7 @@ class _Walk:
                 self.readers[value].append(node)
         self.wishes = self.pulled_back()
         self.values: list[LocalValue] = []
-        self.steps: list[Compute | Move | Map] = []
+        self.steps: list[AnyStep] = []
         self.unruled: list[Node] = []
         self.gradients: set[int] = set()
         self.pinned_gradients: set[int] = set()  # global values, by constraints on what they are gradients of

@@ -36,7 +36,7 @@ from .mapped import (
     local_instruction,
     same,
 )
-from .partition import AnyStep, Compute, Map, Move, Partitioned, Start, Wait
+from .partition import AnyStep, Compute, Local, Map, Move, Partitioned, Start, Wait
 from .passes.memory import Memory
 from .wire import mapped_wires
 
@@ -149,6 +149,9 @@ def aliases(partitioned: Partitioned, inputs: set[int]) -> tuple[int, ...]:
                 shared.add(step.target)
         elif isinstance(step, (Start, Wait)):  # what a collective returns is memory of its own
             continue
+        elif isinstance(step, Local):
+            if (step.shares or step.writes) and shared.intersection(step.operands):
+                shared.update(step.results)
         # What a mapped function does with its operands is not looked into.
         elif isinstance(step, Map) or (step.pattern.view and step.operands[0] in shared):
             shared.update(number for number in step.results if number is not None)
@@ -182,6 +185,10 @@ def as_text(partitioned: Partitioned) -> str:
             operands = ", ".join(f"v{number}" for number in step.operands)
             lines.append(f"{shown} = {made.name} mapped ({operands})  # {step.origin}")
             lines += [f"    {line}" for line in made.traced.lines()]
+        elif isinstance(step, Local):
+            operands = ", ".join(f"v{number}" for number in step.operands)
+            shown = ", ".join(look(number) for number in step.results)
+            lines.append(f"{shown} = {step.name} ({operands})  # {step.origin}")
         else:
             shown = ", ".join(look(number) if number is not None else "_" for number in step.results)
             lines.append(f"{shown} = {step.node.op}({_arguments(step)})  # {step.node.origin}")
@@ -215,6 +222,7 @@ class Program:
             generate(made.instructions, made.inputs, made.outputs, made.looks) for made in listings
         ]
         self.runs = [made.run for made in self.generated]
+        self.sources = [made.source for made in self.generated]
         self.overwritten = frozenset({place for made in listings for place in overwritten_inputs(made)})
 
     def __call__(self, inputs: list[list[Any]]) -> list[list[Any]]:
@@ -245,14 +253,14 @@ class Program:
         results: list[list[Any]] = []
         for number in range(len(self.exchanges)):
             assert all(stop[0] == number for stop in stops)
-            received = self._exchange(number, [stop[1] for stop in stops])
+            # Each rank takes its value out of a box, so that nobody else holds it while the rank goes on.
+            boxes = [[value] for value in self._exchange(number, [stop[1] for stop in stops])]
             stops = []
-            for rank, value in zip(running, received, strict=True):
+            for rank, box in zip(running, boxes, strict=True):
                 try:
-                    stops.append(rank.send(value))
+                    stops.append(rank.send(box))
                 except StopIteration as done:
                     results.append(done.value)
-            del received, value
         return results
 
     def _exchange(self, number: int, values: list[Any]) -> list[Any]:
@@ -333,9 +341,14 @@ def _inline(
         yield Call(same, (rename(output),), {}, (number,), False, step.origin)
 
 
+def final_listing(partitioned: Partitioned, rank: int) -> Listing:
+    """What a rank of the mesh runs, after all passes."""
+    return passes.apply(passes.LISTING, listing(partitioned, rank))
+
+
 def source_of(partitioned: Partitioned, rank: int) -> str:
     """The generated Python of a rank of the mesh."""
-    made = passes.apply(passes.LISTING, listing(partitioned, rank))
+    made = final_listing(partitioned, rank)
     return generate(made.instructions, made.inputs, made.outputs, made.looks).source
 
 
@@ -356,9 +369,8 @@ def compile_partitioned(partitioned: Partitioned, mesh: Mesh, *, optimise: bool 
             exchanges.append(waits[step.start.ticket])
         elif isinstance(step, Move) and step.step.is_collective:
             exchanges.append(bind(step.step, mesh))
-    listings = [listing(partitioned, rank) for rank in mesh.local_ranks]
-    if optimise:
-        listings = [passes.apply(passes.LISTING, made) for made in listings]
+    made = final_listing if optimise else listing
+    listings = [made(partitioned, rank) for rank in mesh.local_ranks]
     return Program(mesh, listings, exchanges, sequence(partitioned))
 
 

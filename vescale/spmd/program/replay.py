@@ -148,6 +148,8 @@ def _call(call: Call, values: dict[int, torch.Tensor]) -> tuple[_Watch, list[Any
     fn = _BODIES.get(call.fn, call.fn)
     with _Watch(operands) as watch:
         result = fn(*args, **kwargs)
+    if call.overwrites:  # the results are where the operands were
+        return watch, [values[number] for number in call.overwrites]
     return watch, list(result) if call.unpack else [result]
 
 

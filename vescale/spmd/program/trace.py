@@ -61,13 +61,24 @@ class Pin:
     gradient: bool = False  # of a parameter
 
 
+def gradient_of(name: str) -> str:
+    """What moves the gradient of a parameter: the cause by which passes know it."""
+    return f"gradient of {name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A parameter among the inputs: its layout in use and at rest (where its gradient belongs)."""
+    """A parameter among the inputs: its layout in use and at rest (where its gradient belongs).
+
+    `dtype` is its own; `run_dtype` and `reduce_dtype` are those of its uses and of its gradient on the way.
+    """
 
     name: str
     run: Layout
     rest: Layout
+    dtype: torch.dtype | None = None
+    run_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
 class Observer(Protocol):
@@ -90,6 +101,7 @@ class Tracing:
     marks: dict[int, Mark] = field(default_factory=dict)  # by id of the input
     activations: Sequence[tuple[re.Pattern[str], P]] = ()
     used_activations: set[int] = field(default_factory=set)
+    used: dict[str, Any] = field(default_factory=dict)  # parameters in use, by name: see `_module_stack`
     observer: Observer | None = None
     mesh: Mesh | None = None  # where the function runs, when it runs on real values and nothing is recorded
     region: str = ""
@@ -471,7 +483,7 @@ def _explained(recorder: _Recorder, error: RuntimeError) -> TraceError | None:
 @contextmanager
 def _module_stack(tracing: Tracing) -> Iterator[None]:
     """Keeps the dotted path of the running module, and applies the plan's activation rules."""
-    from ..transforms import constrain_tree  # the transforms look at the trace; here the trace applies one
+    from ..transforms import constrain_tree, in_use  # they look at the trace; here the trace applies them
 
     names: dict[int, str] = {}
     depth = 0
@@ -491,6 +503,15 @@ def _module_stack(tracing: Tracing) -> Iterator[None]:
                 return constrain_tree(value, spec)
         return value
 
+    def use_parameters(module: torch.nn.Module) -> None:
+        """Parameters at rest that the caller has lent to the module (functional_call) are in use there."""
+        for name, lent in module._parameters.items():
+            mark = tracing.marks.get(id(lent))
+            if mark is not None and mark.run is not mark.rest:
+                if mark.name not in tracing.used:
+                    (tracing.used[mark.name],) = in_use([lent], [mark])
+                module._parameters[name] = tracing.used[mark.name]
+
     def enter(module: torch.nn.Module, args: Any) -> Any:
         nonlocal depth
         if current_trace() is not tracing:  # hooks are global: another thread is tracing this one
@@ -498,6 +519,7 @@ def _module_stack(tracing: Tracing) -> Iterator[None]:
         tracing.modules.append(name_of(module))
         tracing.seen[module] = tracing.modules[-1]
         depth += 1
+        use_parameters(module)
         return constrained(f"{tracing.modules[-1]}.input", args) if tracing.activations else None
 
     def leave(module: torch.nn.Module, args: Any, output: Any) -> Any:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from ..mapped_call import mapped_call
 from ..mesh import group_ranks
-from ..redistribute_plan import GATHER_BYTES, Step, chunk
+from ..redistribute_plan import GATHER_BYTES, Step
 from ..regions import common_size, region
+from ..transport import COPIED_BYTES
 from .mapped import MappedTrace, collective_name, exchanges_of
 from .partition import Map, Move, Partitioned, Start
 
@@ -91,16 +92,22 @@ def _buffers(step: Step, before: int, after: int) -> int:
     """
     count = step.group_size
     if step.kind == "all_gather":  # a copy for each peer; then what is received, and the result made of it
-        return max(count * before, 0 if _leading(step) else after)
+        return max(_copies(count, before), 0 if _leading(step) else after)
     if step.kind == "all_reduce":
         if count * before <= GATHER_BYTES:  # a copy for each peer, and all contributions
             return 2 * count * before - after
-        start, stop = chunk(after, count, 0)  # the sum of a chunk, and a copy of it for each peer
-        return (count + 1) * (stop - start)
+        part = -(-after // count)  # the tree above all contributions to a chunk; then its sum, gathered
+        sent = _copies(count, part) if after % count == 0 else count * part
+        return max(count // 2 * part, part + sent)
     if step.kind == "reduce_scatter":  # what is sent, and all contributions; then the tree above these
         received, packed = step.contributions * after, 0 if _leading(step) else before
         return max(packed + received - after, received + (step.contributions // 2 - 1) * after)
     return max(before, after)
+
+
+def _copies(count: int, nbytes: int) -> int:
+    """Copies for the peers that a gather makes of what it sends, see `transport.start_all_gather`."""
+    return count * nbytes if count != 2 and count * nbytes <= COPIED_BYTES else 0
 
 
 def _leading(step: Step) -> bool:

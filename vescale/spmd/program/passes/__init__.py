@@ -10,6 +10,7 @@ Values are released at their last use by the code generator, from what the passe
 """
 
 from .common_collectives import common_collectives
+from .consume_early import consume_early
 from .dead_code import dead_code
 from .foreach import fuse_foreach
 from .in_place import in_place
@@ -21,6 +22,7 @@ from .verify import InvalidProgram, verify
 register(Pass("common_collectives", DECISIONS, common_collectives, merges=True))
 register(Pass("dead_code", LISTING, dead_code))
 register(Pass("join_addcdiv", LISTING, join_addcdiv))
+register(Pass("consume_early", LISTING, consume_early))
 register(Pass("fuse_foreach", LISTING, fuse_foreach))
 register(Pass("in_place", LISTING, in_place))
 

@@ -59,6 +59,8 @@ class Memory:
 
     def _shared(self, call: Call) -> Origins | None:
         """The origins of a call's results; None for memory of their own."""
+        if call.fresh:
+            return None
         if not isinstance(call.fn, OpOverload) or call.fn.namespace != "aten" or is_mutable(call.fn):
             return FOREIGN.union(*(self.origins[value] for value in call.reads()))
         # A view in all but its schema, which promises that nobody writes: we do.

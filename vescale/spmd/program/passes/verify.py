@@ -68,10 +68,12 @@ def _definitions(
     """Each value is made once, and before it is read. `steps` are (what, read, made)."""
     known = set(inputs)
     for what, read, made in steps:
-        for value in read:
-            _check(value in known, f"v{value} is read before it is made, in {what}")
+        if not known.issuperset(read):
+            value = next(value for value in read if value not in known)
+            raise _Fault(f"v{value} is read before it is made, in {what}")
         for value in made:
-            _check(value not in known, f"v{value} is made twice, in {what}")
+            if value in known:
+                raise _Fault(f"v{value} is made twice, in {what}")
             known.add(value)
     for value in outputs:
         _check(value is None or value in known, f"the output v{value} is not made")
@@ -141,11 +143,12 @@ def _draw(step: AnyStep) -> Any:
 def _sequence(before: list[Any], after: list[Any], merges: bool) -> None:
     """The effects after are those before, in order; with `merges` some may be missing."""
     old, new = ([effect for effect in found if effect is not None] for found in (before, after))
-    if not merges:
-        _check(old == new, f"effects {new} in the place of {old}")
+    if not merges and old != new:
+        raise _Fault(f"effects {new} in the place of {old}")
     left = iter(old)
     for effect in new:
-        _check(effect in left, f"{effect} is new, or out of order")
+        if effect not in left:
+            raise _Fault(f"{effect} is new, or out of order")
 
 
 # A listing.
@@ -198,23 +201,26 @@ def _overwrites(listing: Listing) -> None:
     known = list(listing.inputs)
     for index, step in enumerate(listing.instructions):
         if isinstance(step, Call) and step.overwrites:
-            _check(len(step.overwrites) == len(step.outs), f"overwrites without results in {step}")
-            _check(len(set(step.overwrites)) == len(step.overwrites), f"a value overwritten twice in {step}")
+            read = set(step.reads())
+            _check(len(step.overwrites) == len(step.outs), "overwrites without results")
+            _check(len(set(step.overwrites)) == len(step.overwrites), "a value overwritten twice")
             for out, target in zip(step.outs, step.overwrites, strict=True):
-                _check(target in step.reads(), f"v{target} is overwritten and no operand of {step}")
+                if target not in read:
+                    raise _Fault(f"v{target} is overwritten and no operand of {step}")
                 _check(
                     out is None or listing.looks(out) == listing.looks(target),
                     f"v{out} is not like v{target}",
                 )
                 origins = memory.origins[target]
-                _check(None not in origins, f"v{target} is not ours to write, in {step}")
+                if None in origins:
+                    raise _Fault(f"v{target} is not ours to write, in {step}")
                 for value in known:
                     if value == target or origins & memory.origins[value]:
-                        late = last.get(value, -1) > index or (value != target and value in step.reads())
-                        _check(
-                            not late,
-                            f"v{value} is read after v{target}, its memory, was overwritten by {step}",
-                        )
+                        late = last.get(value, -1) > index or (value != target and value in read)
+                        if late:
+                            raise _Fault(
+                                f"v{value} is read after v{target}, its memory, was overwritten by {step}"
+                            )
         memory.follow(step)
         known += step.makes()
 
@@ -235,4 +241,5 @@ def _shapes(call: Call, op: OpOverload, listing: Listing) -> None:
     for out, tensor in zip(call.outs, made, strict=True):
         if out is not None and isinstance(tensor, torch.Tensor):
             look = tuple(tensor.shape), tensor.dtype
-            _check(listing.looks(out) == look, f"v{out} is {look}, not {listing.looks(out)}, in {call}")
+            if listing.looks(out) != look:
+                raise _Fault(f"v{out} is {look}, not {listing.looks(out)}, in {call}")

@@ -1,0 +1,142 @@
+"""TensorGroup: DTensors that are worked on together, a few calls for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .._errors import ArgumentError, explain
+from .dtensor import DTensor
+from .layout import Layout
+from .mesh import Mesh
+from .placements import P, Partial, Replicate
+from .redistribute import redistribute
+
+aten = torch.ops.aten
+
+
+class TensorGroup(Mapping[str, DTensor]):
+    """DTensors of one mesh by name, and what is done to all of them at once.
+
+    In-place operations take a few calls for the group, and the norm one reduction, whatever
+    the placements are. Raises ArgumentError for members of several meshes, or that are no DTensors.
+
+    >>> from vescale.spmd.dtensor import distribute_tensor
+    >>> from vescale.spmd.mesh import make_mesh
+    >>> from vescale.spmd.placements import Shard
+    >>> mesh = make_mesh({"dp": 2})
+    >>> group = TensorGroup({"w": distribute_tensor(torch.ones(4), mesh, P(dp=Shard(0)))})
+    >>> group.scale_(2.0).norm()
+    tensor(4.)
+    """
+
+    def __init__(self, tensors: Mapping[str, DTensor]) -> None:
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, DTensor):
+                raise ArgumentError(
+                    explain(
+                        f"{type(tensor).__name__}",
+                        where=f"TensorGroup, {name!r}",
+                        rule="members are DTensors",
+                        remedy="place it first, with vs.distribute_tensor",
+                    )
+                )
+        meshes = {id(tensor.mesh): tensor.mesh for tensor in tensors.values()}
+        if len(meshes) != 1:
+            raise ArgumentError(
+                explain(
+                    f"{len(meshes)} meshes",
+                    where="TensorGroup",
+                    rule="a group has members, and they live on one mesh object",
+                    remedy="make one group for each mesh",
+                )
+            )
+        self._tensors = dict(tensors)
+        (self.mesh,) = meshes.values()
+
+    def __getitem__(self, name: str) -> DTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def zero_(self) -> TensorGroup:
+        """Every element becomes 0."""
+        for pieces in self._each_rank():
+            aten._foreach_zero_(pieces)
+        return self
+
+    def scale_(self, factor: float) -> TensorGroup:
+        """Every element is multiplied by `factor`."""
+        for pieces in self._each_rank():
+            aten._foreach_mul_(pieces, factor)
+        return self
+
+    def add_(self, other: TensorGroup, alpha: float = 1.0) -> TensorGroup:
+        """Each member grows by `alpha` times that of the same name, which has the same layout."""
+        self._check_alike(other)
+        for pieces, more in zip(self._each_rank(), other._each_rank(), strict=True):
+            aten._foreach_add_(pieces, more, alpha=alpha)
+        return self
+
+    def norm(self) -> torch.Tensor:
+        """The 2-norm of all elements together, equal on all ranks: one all-reduce of a scalar.
+
+        Elements that several ranks hold count once. Sums are in float32, or in float64 for float64
+        members. Raises ArgumentError for pending reductions.
+        """
+        dtypes = {tensor.dtype for tensor in self.values()}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        return norm(self.values(), self.mesh, dtype)
+
+    def _each_rank(self) -> list[list[torch.Tensor]]:
+        """The pieces of the members, a list for each rank that lives here."""
+        ranks = range(len(self.mesh.local_ranks))
+        return [[tensor.locals[rank] for tensor in self.values()] for rank in ranks]
+
+    def _check_alike(self, other: TensorGroup) -> None:
+        if list(other) != list(self) or any(other[name].layout is not self[name].layout for name in self):
+            raise ArgumentError(
+                explain(
+                    f"{len(other)} members, {len(self)} here",
+                    where="TensorGroup.add_",
+                    rule="both groups have the same names, in the same layouts",
+                    remedy="redistribute one of them first",
+                )
+            )
+
+
+def norm(tensors: Any, mesh: Mesh, dtype: torch.dtype) -> torch.Tensor:
+    """The 2-norm of the elements of DTensors together: see `TensorGroup.norm`."""
+    tensors = list(tensors)
+    totals = []
+    for place, rank in enumerate(mesh.local_ranks):
+        mine = [t.locals[place] for t in tensors if speaks_for(t.layout, rank) and t.locals[place].numel()]
+        norms = aten._foreach_norm(mine, 2, dtype) if mine else []
+        square = torch.stack(list(norms)).square().sum() if mine else torch.zeros((), dtype=dtype)
+        totals.append(square.to(mesh.device))
+    pending = Layout(mesh.abstract, P.of((axis, Partial()) for axis in mesh.axis_names), ())
+    whole = Layout(mesh.abstract, P(), ())
+    return redistribute(totals, pending, whole, mesh)[0].sqrt()
+
+
+def speaks_for(layout: Layout, rank: int) -> bool:
+    """Whether `rank` is the first of those that hold the same piece."""
+    if layout.partials:
+        raise ArgumentError(
+            explain(
+                f"a tensor with pending reductions, {layout.spec}",
+                where="norm",
+                rule="a norm is one of values, not of contributions",
+                remedy="x.redistribute(...) to a layout without Partial first",
+            )
+        )
+    coordinate = layout.mesh.coordinate(rank)
+    return all(
+        coordinate[axis] == 0 for axis in layout.mesh.axis_names if layout.placement(axis) == Replicate()
+    )
