@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -430,6 +430,7 @@ def check_memory(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], wh
 def _holds_tensors(value: Any) -> bool:
     """Whether a leaf that is no tensor has tensors among its items or attributes."""
     parts = [*value.values()] if isinstance(value, Mapping) else []
+    parts += value if isinstance(value, Set) else []
     if not isinstance(value, (type, ModuleType, FunctionType, torch.nn.Module)):
         parts += getattr(value, "__dict__", {}).values()
     return any(isinstance(part, torch.Tensor) for part in parts)
