@@ -1,4 +1,4 @@
-"""Every example in a docstring runs, and so does every Python block of the README."""
+"""Every example in a docstring runs, and so does every Python block of the pages."""
 
 import doctest
 import importlib
@@ -11,7 +11,15 @@ import pytest
 import vescale
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/dtensor.md", "docs/rng.md"]
+PAGES = [
+    "README.md",
+    "docs/dtensor.md",
+    "docs/introspection.md",
+    "docs/modules.md",
+    "docs/plans.md",
+    "docs/programs.md",
+    "docs/rng.md",
+]
 MODULES = ["vescale"] + [m.name for m in pkgutil.walk_packages(vescale.__path__, "vescale.")]
 
 

@@ -8,17 +8,11 @@ block communicates after attention and after its MLP.
 >>> import torch
 >>> from vescale.spmd.mesh import make_mesh
 >>> plan = llama(make_mesh({"dp": 2, "tp": 2}, backend="simulated"))
->>> print(
-...     plan.resolve(
-...         {
-...             "layers.0.mlp.up_proj.weight": torch.ones(8, 4),
-...             "layers.0.mlp.down_proj.weight": torch.ones(4, 8),
-...         }
-...     )
-... )
-parameter                      shape   at rest         in use  rule
-layers.0.mlp.up_proj.weight    (8, 4)  P(tp=Shard(0))  same    .*\\.(q|k|v|gate|up)_proj\\.(weight|bias)
-layers.0.mlp.down_proj.weight  (4, 8)  P(tp=Shard(1))  same    .*\\.(o|down)_proj\\.weight
+>>> up, down = torch.ones(8, 4), torch.ones(4, 8)
+>>> print(plan.resolve({"mlp.up_proj.weight": up, "mlp.down_proj.weight": down}))
+parameter             shape   at rest         in use  on rank 0    rule
+mlp.down_proj.weight  (4, 8)  P(tp=Shard(1))  same    (4, 4) 64 B  .*\\.(o|down)_proj\\.weight
+mlp.up_proj.weight    (8, 4)  P(tp=Shard(0))  same    (4, 4) 64 B  .*\\.(q|k|v|gate|up)_proj\\.(weight|bias)
 """
 
 from __future__ import annotations
