@@ -11,7 +11,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m tests.run -m "not slow"
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

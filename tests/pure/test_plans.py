@@ -28,7 +28,8 @@ def mesh(**axes):
 
 
 def resolved(plan, names=NAMES):
-    return {entry.path: entry.run.spec for entry in plan.resolve({name: torch.empty(shape, device="meta") for name, shape in names.items()})}
+    tree = {name: torch.empty(shape, device="meta") for name, shape in names.items()}
+    return {entry.path: entry.run.spec for entry in plan.resolve(tree)}
 
 
 @pytest.mark.parametrize("name", LINES)

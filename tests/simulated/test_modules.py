@@ -518,3 +518,26 @@ def test_the_train_step_of_a_sharded_module():
     step = vs.parallelize(train_step(model, opt), plan)
     after, _, _ = step(params, opt.init(params), batch())
     assert all(after[name].layout is p.layout for name, p in sharded.named_parameters())
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("made", ["of a module", "by init"])
+def test_a_deep_copy_has_parameters_of_its_own(made, static):
+    """What an average of the weights over the steps is kept in."""
+    mesh = vs.make_mesh({"dp": 2}, backend="simulated")
+    plan = vs.Plan(mesh, params={"weight": P(dp=Shard(0))})
+    if made == "by init":
+        model = vs.init(nn.Linear, 4, 6, plan=plan, seed=0)
+    else:
+        model = vs.parallelize(nn.Linear(4, 6), plan, static=static)
+    model.params["bias"].requires_grad_(False)
+    x = torch.ones(2, 4)
+    before = model(x).full_tensor().detach().clone()
+    twin = copy.deepcopy(model)
+    assert twin.params["weight"].layout is model.params["weight"].layout
+    assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert torch.equal(twin(x).full_tensor(), before)
+    with torch.no_grad():
+        twin.params["weight"].zero_()
+    assert torch.equal(model(x).full_tensor(), before)
+    assert torch.equal(twin(x).full_tensor(), model.params["bias"].full_tensor().expand(2, 6))

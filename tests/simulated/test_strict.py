@@ -96,9 +96,9 @@ def test_mapped_functions_pass():
 
 
 def test_an_op_without_a_rule_is_named():
-    message, (one,) = refused(lambda x: torch.cumprod(x * 1, 0), X, inputs=ROWS)
+    message, (one,) = refused(lambda x: torch.block_diag(x * 1), X, inputs=ROWS)
     assert one.reason == "unruled"
-    assert "aten.cumprod.default, which has no rule" in message
+    assert "aten.block_diag.default, which has no rule" in message
     assert "test_strict.py" in message
     assert f"({one.bytes:,} bytes to rank 0)" in message
     assert one.remedy in message
@@ -109,8 +109,10 @@ def test_a_dim_that_an_op_needs_whole():
     assert one.reason in ("op", "unruled")
     assert "aten.sort" in message
     # The line that it names does it.
-    assert re.search(r"x = vs\.constrain\(x, vs\.P\(\)\)", one.remedy)
-    assert strict(lambda x: vs.constrain(x * 1, P()).sort(0)[0], X, inputs=ROWS) == [("all_gather", "plan")]
+    assert "x = vs.constrain(x, vs.P(dp=Shard(1)))" in one.remedy  # no need to gather: columns are whole
+    columns = P(dp=Shard(1))
+    found = strict(lambda x: vs.constrain(x * 1, columns).sort(0)[0], X, inputs=ROWS)
+    assert found == [("all_to_all", "plan")]
 
 
 def test_operands_in_two_layouts():
@@ -151,11 +153,11 @@ class Outer(nn.Module):
 def test_at_the_border_of_a_module_the_fix_is_a_rule_of_activations():
     model = Outer()
     _, (one,) = refused(lambda x: model(x), X, inputs=ROWS)
-    rule = re.search(r'activations=\{r"(.*?)": vs\.P\(\)\}', one.remedy)
+    rule = re.search(r'activations=\{r"(.*?)": vs\.P\(dp=Shard\(1\)\)\}', one.remedy)
     assert rule is not None
     assert rule[1] == r"inner\.input"
-    found = strict(lambda x: model(x), X, inputs=ROWS, activations={rule[1]: P()})
-    assert found == [("all_gather", "plan")]
+    found = strict(lambda x: model(x), X, inputs=ROWS, activations={rule[1]: P(dp=Shard(1))})
+    assert found == [("all_to_all", "plan")]
 
 
 def test_many_are_counted():

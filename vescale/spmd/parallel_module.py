@@ -82,7 +82,7 @@ class ParallelModule:
         # Results are (out, buffers): the paths in the plan are those in out.
         self._inner = copy.copy(plan)
         self._inner.outputs = {f"0.{path}".rstrip("."): spec for path, spec in plan.outputs.items()}
-        self._static = static
+        self._static, self._strict = static, strict
         self._forward = (
             Parallelized(self._call, self._inner, (), strict)
             if static
@@ -124,6 +124,19 @@ class ParallelModule:
         return self._forward.cache_info(), self._differentiated.cache_info()
 
     # The module's manners.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module with parameters and buffers of its own, on the same mesh. Gradients are not copied."""
+        copied = [
+            {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            for tensors in (self.params, self.buffers)
+        ]
+        module = copy.deepcopy(self.module, memo)
+        made = ParallelModule(module, self.plan, (copied[0], copied[1]), self._static, self._strict)
+        for name, parameter in self.params.items():
+            made.params[name].requires_grad_(parameter.requires_grad)
+        memo[id(self)] = made
+        return made
 
     @property
     def training(self) -> bool:

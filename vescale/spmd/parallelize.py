@@ -377,9 +377,8 @@ class Parallelized:
             aliases(partitioned, plain),
             tuple(tracing.roots),
             tuple(
-                None if number is None else kind_of(value.layout, value.meta.dtype)
-                for number in partitioned.outputs
-                for value in [partitioned.values[number or 0]]
+                None if value is None else kind_of(value.layout, value.meta.dtype)
+                for value in [None if n is None else partitioned.values[n] for n in partitioned.outputs]
             ),
             {index: place for place, index in enumerate(tensors)},
         )
@@ -417,6 +416,15 @@ class Parallelized:
             if not isinstance(leaf, torch.Tensor):
                 layouts.append(None)
                 continue
+            if not isinstance(leaf, DTensor) and leaf.layout is not torch.strided:
+                raise ArgumentError(
+                    explain(
+                        f"{path}, a tensor of {leaf.layout}",
+                        where=self._name,
+                        rule="arguments are dense tensors",
+                        remedy="pass x.to_dense()",
+                    )
+                )
             shape = tuple(leaf.shape)
             wanted: Layout | None = None
             if index in parameters:

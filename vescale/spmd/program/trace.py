@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ def _grouped_shape(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, *_: Any
 
 
 # Ops of which torch's own shape function (2.11 - 2.13) refuses dtypes that the kernels take.
-_SHAPED: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_shape}
+SHAPED: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_shape}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ class _Recorder(TorchDispatchMode):
             known = self.known_value(self.ids[id(args[0])])
             if known is not None:
                 return known
-        run: Any = _SHAPED.get(func) or func
+        run: Any = SHAPED.get(func) or func
         result = run(*args, **kwargs)
         if is_mutable(func):
             self.wrote = self.line
@@ -271,6 +271,7 @@ class _Recorder(TorchDispatchMode):
             if (
                 node is None
                 or torch.Tag.nondeterministic_seeded in node.op.tags
+                or node.op.namespace == "vescale"  # of a rank, a key or a constraint
                 or self.alive[number]._version
             ):
                 return None
@@ -429,6 +430,7 @@ def check_memory(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], wh
 def _holds_tensors(value: Any) -> bool:
     """Whether a leaf that is no tensor has tensors among its items or attributes."""
     parts = [*value.values()] if isinstance(value, Mapping) else []
+    parts += value if isinstance(value, Set) else []
     if not isinstance(value, (type, ModuleType, FunctionType, torch.nn.Module)):
         parts += getattr(value, "__dict__", {}).values()
     return any(isinstance(part, torch.Tensor) for part in parts)

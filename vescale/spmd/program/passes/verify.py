@@ -30,6 +30,7 @@ from ..partition import (
     operands,
     results,
 )
+from ..trace import SHAPED
 from .memory import Memory
 
 
@@ -234,7 +235,9 @@ def _shapes(call: Call, op: OpOverload, listing: Listing) -> None:
             return torch.empty(shape, dtype=dtype)
 
         args = map_args(call.args, fill)
-        found = op(*args, **{name: map_args(value, fill) for name, value in call.kwargs.items()})
+        found = SHAPED.get(op, op)(
+            *args, **{name: map_args(value, fill) for name, value in call.kwargs.items()}
+        )
     if call.overwrites:
         return  # the operand keeps its look, and the op has not refused
     made = found if call.unpack else [found]

@@ -1,0 +1,27 @@
+"""The tests, in two halves at once: python -m tests.run [pytest options]. One core each, on two cores."""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+HALVES = (["tests/simulated"], ["tests/pure", "tests/processes", "tests/gpu"])
+
+
+def main() -> int:
+    # One thread each: small tensors gain nothing from more, and the halves don't disturb each other.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    command = [sys.executable, "-m", "pytest", *sys.argv[1:]]
+    with tempfile.TemporaryFile("w+") as log:
+        shown, other = (
+            subprocess.Popen([*command, *half], env=environment, stdout=out, stderr=out)
+            for half, out in zip(HALVES, (None, log), strict=True)
+        )
+        codes = [shown.wait(), other.wait()]
+        log.seek(0)
+        print(log.read())
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
