@@ -1,7 +1,7 @@
 """Closure: what a traced function reads besides its arguments, so that no call meets a stale program.
 
 Modules: their training flags and attributes are part of the signature, those of every module below a
-module that ran. Tensors: they are read again at each call from where they were found (a module, a
+module that ran. Tensors and generators: they are read again at each call from where they were found (a module, a
 closure cell, a global), so that a replaced one is the one that is used.
 """
 
@@ -15,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat import generator_key
+
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _COMPARED = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
-Getter = Callable[[], Tensor]
+_READ = (Tensor, torch.Generator)
+
+Getter = Callable[[], Any]
 
 
 class Guard:
@@ -70,9 +74,9 @@ def _mark(value: Any) -> Any:
 
 
 def getters(
-    fn: Callable[..., Any], modules: Iterable[nn.Module], tensors: Iterable[Tensor]
+    fn: Callable[..., Any], modules: Iterable[nn.Module], tensors: Iterable[Tensor | torch.Generator]
 ) -> tuple[Getter, ...]:
-    """For each closed-over tensor a function that reads it anew from its place."""
+    """For each closed-over tensor or generator a function that reads it anew from its place."""
     places: dict[int, Getter] = {}
     for module in modules:
         for store in (module._parameters, module._buffers):
@@ -80,25 +84,29 @@ def getters(
                 if tensor is not None:
                     places.setdefault(id(tensor), functools.partial(_item, store, name))
     for tensor, place in _cells(fn, set()):
-        places.setdefault(id(tensor), place)
-    return tuple(places.get(id(tensor), functools.partial(_same, tensor)) for tensor in tensors)
+        places.setdefault(_key(tensor), place)
+    return tuple(places.get(_key(tensor), functools.partial(_same, tensor)) for tensor in tensors)
+
+
+def _key(found: Any) -> int:
+    return generator_key(found) if isinstance(found, torch.Generator) else id(found)
 
 
 def closed_over(fn: Callable[..., Any]) -> Iterator[Tensor]:
     """The tensors in fn's closure and globals, and in those of the functions in them."""
-    return (tensor for tensor, _ in _cells(fn, set()))
+    return (found for found, _ in _cells(fn, set()) if isinstance(found, Tensor))
 
 
 def _item(store: Any, name: str) -> Tensor:
     return store[name]
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _same(tensor: Any) -> Any:
     return tensor
 
 
-def _cells(fn: Any, seen: set[int]) -> Iterator[tuple[Tensor, Getter]]:
-    """The tensors in fn's closure and globals, and in those of the functions in them."""
+def _cells(fn: Any, seen: set[int]) -> Iterator[tuple[Any, Getter]]:
+    """The tensors and generators in fn's closure and globals, and in those of the functions in them."""
     fn = getattr(fn, "__wrapped__", fn)
     fn = fn.func if isinstance(fn, functools.partial) else fn
     code = getattr(fn, "__code__", None)
@@ -110,13 +118,13 @@ def _cells(fn: Any, seen: set[int]) -> Iterator[tuple[Tensor, Getter]]:
             found = cell.cell_contents
         except ValueError:  # not filled yet
             continue
-        if isinstance(found, Tensor):
+        if isinstance(found, _READ):
             yield found, functools.partial(getattr, cell, "cell_contents")
         else:
             yield from _cells(found, seen)
     for name in code.co_names:
         found = fn.__globals__.get(name)
-        if isinstance(found, Tensor):
+        if isinstance(found, _READ):
             yield found, functools.partial(fn.__globals__.__getitem__, name)
         elif callable(found) and getattr(found, "__module__", None) == fn.__module__:
             yield from _cells(found, seen)

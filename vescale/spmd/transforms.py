@@ -21,6 +21,7 @@ from .dtensor import DTensor, place
 from .layout import Layout
 from .mesh import Mesh
 from .placements import P
+from .program.torch_draws import set_torch_state, torch_state
 from .program.trace import Mark, Pin, Tracing, current_trace
 from .varying import joined
 
@@ -262,11 +263,33 @@ def vmap(
     return transformed
 
 
+class _Repeatable:
+    """A function that can be run again with the numbers that it drew the first time from torch's generators."""
+
+    def __init__(self, run: Callable, generators: Sequence[torch.Generator | None]) -> None:
+        self.run, self.generators = run, generators
+        self.states: list[torch.Tensor] = []
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        self.states = [torch_state(generator) for generator in self.generators]
+        return self.run(*tensors)
+
+    def again(self, *tensors: torch.Tensor) -> Any:
+        now = [torch_state(generator) for generator in self.generators]
+        for generator, state in zip(self.generators, self.states, strict=True):
+            set_torch_state(state, generator)
+        try:
+            return self.run(*tensors)
+        finally:
+            for generator, state in zip(self.generators, now, strict=True):
+                set_torch_state(state, generator)
+
+
 class _Remat(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(run: Callable, *tensors: torch.Tensor) -> Any:
+    def forward(run: _Repeatable, *tensors: torch.Tensor) -> Any:
         return run(*tensors)
 
     @staticmethod
@@ -283,7 +306,7 @@ class _Remat(torch.autograd.Function):
             filled = list(tensors)
             for index, value in zip(chosen, values, strict=True):
                 filled[index] = value
-            return ctx.run(*filled)
+            return ctx.run.again(*filled)
 
         with paused():  # draws are repeated here, and that is meant
             both: Any = joined(lambda: torch.func.vjp(some, *(tensors[index] for index in chosen)))
@@ -299,8 +322,9 @@ class _Remat(torch.autograd.Function):
 def remat(fn: Callable) -> Callable:
     """fn, whose gradient keeps the arguments only and computes the rest again (JAX's remat).
 
-    Values and gradients are those of fn. Keyed draws inside are the same the second time, by
-    construction. Results are tensors; what fn closes over gets no gradient, so pass it.
+    Values and gradients are those of fn. Draws inside are the same the second time: keyed ones by construction,
+    torch's own because the state of the default generator, and of generators that are arguments, is kept.
+    Results are tensors; what fn closes over gets no gradient, so pass it.
 
     >>> import torch
     >>> grad(remat(lambda x: x.sin().sum()))(torch.zeros(2))
@@ -321,7 +345,9 @@ def remat(fn: Callable) -> Callable:
             out_spec[:] = [made]
             return tuple(results)
 
-        results = _Remat.apply(run, *(leaves[index] for index in places))
+        # None is the default generator; of others those that are passed are known.
+        generators = (None, *(leaf for leaf in leaves if isinstance(leaf, torch.Generator)))
+        results = _Remat.apply(_Repeatable(run, generators), *(leaves[index] for index in places))
         return _tree.unflatten(out_spec[0], results)  # pyright: ignore[reportArgumentType]
 
     return transformed

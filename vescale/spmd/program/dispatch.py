@@ -11,7 +11,7 @@ writing to it, or reading it when the base was written since, is an error and no
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +30,8 @@ from .ir import Graph, Node, Ref, TensorMeta, map_args
 from .partition import Compute, Move, Partitioned, partition, without_partials
 from .program import Program, compile_partitioned
 from .running import updates_statistics
-from .trace import is_strided_view, trace
+from .torch_draws import using
+from .trace import Tracing, is_strided_view, trace
 
 aten = torch.ops.aten
 
@@ -80,6 +81,10 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args[3].copy_(mean)
         args[4].copy_(var)
         return tuple(results)
+    if func is aten.rrelu_with_noise.default:
+        result, noise = aten.rrelu_with_noise_functional.default(*args, **kwargs)
+        args[1].copy_(noise)
+        return result
     tensors: list[torch.Tensor] = []
     skeleton = _skeleton((args, kwargs), tensors)
     mesh = _mesh(func, tensors)
@@ -126,7 +131,8 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_moves(func, tensors, found.moves)
     mismatch = lambda index, leaf, layout: AssertionError(layout)  # noqa: E731
     inputs = enter(mesh, tensors, layouts, (), mismatch, found.strided)
-    outputs = leave(mesh, found.program(inputs), found.outputs)
+    with using((), found.generators) if found.generators else nullcontext():
+        outputs = leave(mesh, found.program(inputs), found.outputs)
     if written is not None:
         written.write(outputs[0]._locals)
         return written
@@ -146,6 +152,7 @@ class _Op:
     structure: type | None  # what holds several results
     moves: tuple[tuple[int, Layout], ...]  # the operands that move, and to which layout
     strided: bool  # takes operands that are not contiguous, as it would in a program
+    generators: tuple[torch.Generator, ...]  # that were passed
 
 
 def _compile(
@@ -169,7 +176,8 @@ def _compile(
         return [result]
 
     metas = [TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors]
-    graph = trace(call, metas, [f"operand {index}" for index in range(len(tensors))])
+    tracing = Tracing()
+    graph = trace(call, metas, [f"operand {index}" for index in range(len(tensors))], tracing)
     pinned: frozenset[int] = frozenset()
     wishes: Sequence[Layout | None] = [None] * len(graph.outputs)
     if written is not None:
@@ -183,7 +191,8 @@ def _compile(
         for value, number in zip(graph.outputs, partitioned.outputs, strict=True)
     )
     moves, program = _moves(partitioned), compile_partitioned(partitioned, mesh)
-    return _Op(program, outputs, structure[0], moves, not moves and _takes_strides(partitioned))
+    strided = not moves and _takes_strides(partitioned)
+    return _Op(program, outputs, structure[0], moves, strided, tuple(tracing.closed))
 
 
 def _without_stand_in(graph: Graph) -> Graph:
