@@ -16,7 +16,8 @@ A build of torch may have another kernel for a kind (with MKL on Intel processor
 numbers are those of a stream of MKL's own). It is not asked which: a probe compares 75 numbers, and a kind
 that can't be followed is drawn whole, and cut.
 
->>> torch.manual_seed(0); stream = Stream("normal_", (0.0, 1.0), (5, 7), (7, 1), torch.float32)
+>>> torch.manual_seed(0)
+... stream = Stream("normal_", (0.0, 1.0), (5, 7), (7, 1), torch.float32)
 <torch._C.Generator object at ...>
 >>> out = torch.empty(10)
 >>> draw(stream, [(out, torch.tensor([[2, 2, 7, 5]]))])  # columns 2 and 3
@@ -103,8 +104,9 @@ def draw(
     if not stream.numel:
         return
     if stream.device != "cpu" or not (chunk < CHUNK or can_follow(_probe_of(stream))):
+        numbers = whole(stream, generator)
         for part in parts:
-            part.take(whole(stream, generator), 0)
+            part.take(numbers, 0)
         return
     for start, buffer in _chunks(stream, generator, parts, chunk):
         for part in parts:
@@ -120,7 +122,7 @@ def whole(stream: Stream, generator: torch.Generator | None = None) -> Tensor:
 def _chunks(
     stream: Stream, generator: torch.Generator | None, parts: Sequence[_Part], chunk: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """(start, numbers from there on) of the chunks of which something is wanted; the others are only drawn."""
+    """(start, numbers from there on) of the chunks of which something is wanted; others are only drawn."""
     numel, blocks = stream.numel, stream.in_blocks
     memory = torch.empty(min(numel, chunk) * (1 if stream.is_contiguous else 2), dtype=stream.dtype)
     # Normal numbers in pairs, for tensors that are not contiguous, have the buffer not contiguous either.
@@ -142,7 +144,7 @@ def _chunks(
 
 @lru_cache(maxsize=1024)
 def can_follow(stream: Stream) -> bool:
-    """Whether drawing in chunks gives the numbers of the draw here, found by trying on a generator of its own."""
+    """Whether chunks give the numbers of the draw here: found by trying, on generators of its own."""
     one, other = torch.Generator().manual_seed(11), torch.Generator().manual_seed(11)
     skipped = 2 * BLOCK  # one chunk: its numbers aren't wanted
     expected = whole(stream, one)[skipped:]

@@ -1,8 +1,8 @@
 """Closure: what a traced function reads besides its arguments, so that no call meets a stale program.
 
 Modules: their training flags and attributes are part of the signature, those of every module below a
-module that ran. Tensors and generators: they are read again at each call from where they were found (a module, a
-closure cell, a global), so that a replaced one is the one that is used.
+module that ran. Tensors and generators: they are read again at each call from where they were found (a
+module, a closure cell, a global), so that a replaced one is the one that is used.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import _tree
-from .._compat import base_tensor
+from .._compat import base_tensor, generator_key
 from .._errors import ArgumentError, explain
 from ..rng.reuse import paused
 from .dtensor import DTensor, place
@@ -264,7 +264,7 @@ def vmap(
 
 
 class _Repeatable:
-    """A function that can be run again with the numbers that it drew the first time from torch's generators."""
+    """A function that can be run again with the numbers that it drew from torch's generators before."""
 
     def __init__(self, run: Callable, generators: Sequence[torch.Generator | None]) -> None:
         self.run, self.generators = run, generators
@@ -278,9 +278,16 @@ class _Repeatable:
         now = [torch_state(generator) for generator in self.generators]
         for generator, state in zip(self.generators, self.states, strict=True):
             set_torch_state(state, generator)
+        tracing = current_trace()
+        outer = tracing.repeated if tracing else None
+        if tracing is not None:
+            given = (generator or torch.default_generator for generator in self.generators)
+            tracing.repeated = {generator_key(generator) for generator in given}
         try:
             return self.run(*tensors)
         finally:
+            if tracing is not None:
+                tracing.repeated = outer
             for generator, state in zip(self.generators, now, strict=True):
                 set_torch_state(state, generator)
 
@@ -322,9 +329,9 @@ class _Remat(torch.autograd.Function):
 def remat(fn: Callable) -> Callable:
     """fn, whose gradient keeps the arguments only and computes the rest again (JAX's remat).
 
-    Values and gradients are those of fn. Draws inside are the same the second time: keyed ones by construction,
-    torch's own because the state of the default generator, and of generators that are arguments, is kept.
-    Results are tensors; what fn closes over gets no gradient, so pass it.
+    Values and gradients are those of fn. Draws inside are the same the second time: keyed ones by
+    construction, torch's own because the states of the default generator and of those among the arguments
+    are kept. Results are tensors; what fn closes over gets no gradient, so pass it.
 
     >>> import torch
     >>> grad(remat(lambda x: x.sin().sum()))(torch.zeros(2))

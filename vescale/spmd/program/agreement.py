@@ -107,12 +107,7 @@ def first_difference(records: Mapping[int, Record]) -> str | None:
     where = f"call {first.call} of {first.function}"
     listed = _different({rank: record.generators for rank, record in records.items()})
     if listed:
-        return explain(
-            f"generators in other states than rank 0's: {listed}",
-            where=where,
-            rule="torch's random numbers are those of one device: all ranks start from the same state",
-            remedy="call torch.manual_seed(seed) with the same seed on all ranks, or draw with vs.rng keys",
-        )
+        return unequal_states(listed, where)
     listed = _different({rank: record.plain for rank, record in records.items()})
     if listed:
         return explain(
@@ -125,12 +120,20 @@ def first_difference(records: Mapping[int, Record]) -> str | None:
     return None
 
 
+def unequal_states(listed: str, where: str) -> str:
+    """The text of the error about generators that differ between ranks."""
+    return explain(
+        f"generators in other states than rank 0's: {listed}",
+        where=where,
+        rule="torch's random numbers are those of one device: all ranks start from the same state",
+        remedy="call torch.manual_seed(seed) with the same seed on all ranks, or draw with vs.rng keys",
+    )
+
+
 def _different(digests: Mapping[int, Mapping[str, str]]) -> str:
     """What is not on all ranks as on rank 0, and on which it isn't; empty when all are alike."""
     found = {
         path: [rank for rank, theirs in digests.items() if theirs.get(path) != value]
         for path, value in digests[0].items()
     }
-    return "; ".join(
-        f"{path} on rank {', '.join(map(str, ranks))}" for path, ranks in found.items() if ranks
-    )
+    return "; ".join(f"{path} on rank {', '.join(map(str, ranks))}" for path, ranks in found.items() if ranks)

@@ -19,19 +19,20 @@ from typing import Any
 import torch
 
 from ..._compat import OpOverload, functional_form, is_mutable, view_source, written_arguments
-from ..._errors import ArgumentError, ShardingError, explain
+from ..._errors import ArgumentError, ConsistencyError, ShardingError, explain
 from ..boundary import Static, enter, leave
 from ..dtensor import DTensor
 from ..layout import Layout, replicated
 from ..mesh import Mesh
 from . import foreach
+from .agreement import unequal_states
 from .cache import ProgramCache
 from .ir import Graph, Node, Ref, TensorMeta, map_args
 from .partition import Compute, Move, Partitioned, partition, without_partials
-from .program import Program, compile_partitioned
+from .program import Program, compile_partitioned, drawn_from
 from .running import updates_statistics
 from .torch_draws import using
-from .trace import Tracing, is_strided_view, trace
+from .trace import Tracing, current_trace, is_strided_view, trace
 
 aten = torch.ops.aten
 
@@ -129,6 +130,8 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _programs.put(key, found)
     if not _implicit.get():
         _refuse_moves(func, tensors, found.moves)
+    if found.draws and (tracing := current_trace()) is not None and tracing.unequal:
+        raise ConsistencyError(unequal_states(tracing.unequal, str(func)))
     mismatch = lambda index, leaf, layout: AssertionError(layout)  # noqa: E731
     inputs = enter(mesh, tensors, layouts, (), mismatch, found.strided)
     with using((), found.generators) if found.generators else nullcontext():
@@ -153,6 +156,7 @@ class _Op:
     moves: tuple[tuple[int, Layout], ...]  # the operands that move, and to which layout
     strided: bool  # takes operands that are not contiguous, as it would in a program
     generators: tuple[torch.Generator, ...]  # that were passed
+    draws: bool  # from a generator of torch's
 
 
 def _compile(
@@ -192,7 +196,8 @@ def _compile(
     )
     moves, program = _moves(partitioned), compile_partitioned(partitioned, mesh)
     strided = not moves and _takes_strides(partitioned)
-    return _Op(program, outputs, structure[0], moves, strided, tuple(tracing.closed))
+    draws = bool(drawn_from(partitioned))
+    return _Op(program, outputs, structure[0], moves, strided, tuple(tracing.closed), draws)
 
 
 def _without_stand_in(graph: Graph) -> Graph:

@@ -44,7 +44,9 @@ def bind_draw(step: Draw, partitioned: Partitioned, mesh: Mesh) -> BoundDraw:
 def _own_elements(step: Draw, partitioned: Partitioned, mesh: Mesh) -> Callable[[Any], list[list[Tensor]]]:
     stream, source = step.node.args
     layouts = [partitioned.values[number].layout for number in step.results if number is not None]
-    runs = {layout: {rank: compressed(layout.regions(rank)) for rank in mesh.local_ranks} for layout in layouts}
+    runs = {
+        layout: {rank: compressed(layout.regions(rank)) for rank in mesh.local_ranks} for layout in layouts
+    }
     device = torch.device(stream.device)
 
     def run(values: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:

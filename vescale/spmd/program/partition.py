@@ -241,7 +241,9 @@ class _Walk:
         self.wishes = self.pulled_back()
         self.values: list[LocalValue] = []
         self.steps: list[Compute | Draw | Move | Map] = []
-        self.draws: dict[int, int] = {}  # what is drawn -> its step, which has no results until they are needed
+        self.draws: dict[
+            int, int
+        ] = {}  # what is drawn -> its step, which has no results until they are needed
         self.unruled: list[Node] = []
         self.gradients: set[int] = set()
         self.pinned_gradients: set[int] = set()  # global values, by constraints on what they are gradients of

@@ -25,6 +25,7 @@ from ..redistribute import Collective, bind
 from . import passes
 from .cause import REFUSED
 from .codegen import generate
+from .draw import BoundDraw, bind_draw
 from .emit import Call, Instruction, Listing, emit
 from .ir import Graph, Ref, TensorMeta, map_args
 from .mapped import (
@@ -36,7 +37,6 @@ from .mapped import (
     local_instruction,
     same,
 )
-from .draw import BoundDraw, bind_draw
 from .partition import AnyStep, Compute, Draw, Map, Move, Partitioned, Start, Wait, results
 from .passes.memory import Memory
 from .torch_draws import Source, torch_draw

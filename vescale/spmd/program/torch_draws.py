@@ -231,7 +231,7 @@ def refuse_in_shard_map(op: OpOverload, where: str) -> TraceError:
         explain(
             f"{op}, a random op of torch, inside shard_map",
             where=where,
-            rule="torch's generator makes the numbers of a global tensor, and a shard_map body has local ones",
+            rule="torch's generator makes the numbers of global tensors, and those of a shard_map body are local",
             remedy="draw with a key: vs.rng.normal(vs.rng.fold_in(key, vs.axis_index(axis)), shape), "
             "or draw outside and pass the numbers",
         )
@@ -243,9 +243,7 @@ def is_effect(op: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags and find_rule(op) is None
 
 
-def replaced(
-    op: OpOverload, args: Any, kwargs: dict[str, Any], source: Source
-) -> tuple[Any, dict[str, Any]]:
+def replaced(op: OpOverload, args: Any, kwargs: dict[str, Any], source: Source) -> tuple[Any, dict[str, Any]]:
     """Arguments with the generator among them replaced by which one it is."""
     if op in (torch_state, set_torch_state):
         return (*args[:-1], source), kwargs

@@ -40,6 +40,7 @@ from .torch_draws import (
     Source,
     Stream,
     decomposition,
+    is_effect,
     overwrite,
     refuse_in_shard_map,
     replaced,
@@ -109,6 +110,8 @@ class Tracing:
     device: torch.device | None = None  # for which closed-over tensors on the meta device stand
     generators: Sequence[Any] = ()  # leaves of the arguments, the generators among them
     closed: list[torch.Generator] = field(default_factory=list)  # generators that the function closes over
+    repeated: set[int] | None = None  # in a recomputation: the keys of the generators whose states were kept
+    unequal: str = ""  # the ranks that start from other states of the default generator, where that is known
 
 
 _current: ContextVar[Tracing | None] = ContextVar("vescale_trace", default=None)
@@ -225,7 +228,7 @@ class _Recorder(TorchDispatchMode):
             if known is not None:
                 return known
         if torch.Tag.nondeterministic_seeded in func.tags and func.namespace == "aten":
-            if self.tracing.observer is not None:
+            if self.tracing.observer is not None and is_effect(func):
                 raise refuse_in_shard_map(func, self.line)
             instead = decomposition(func, args)
             if instead is not None:
@@ -261,7 +264,9 @@ class _Recorder(TorchDispatchMode):
         self.nodes.append(node)
         self.makers.update((out, node) for out in node.outs if out is not None)
 
-    def draw(self, stream: Stream, source: Source, result: torch.Tensor, written: torch.Tensor | None) -> None:
+    def draw(
+        self, stream: Stream, source: Source, result: torch.Tensor, written: torch.Tensor | None
+    ) -> None:
         """Notes a draw of torch's that made `result`, or wrote it to `written`."""
         modules = self.tracing.modules
         origin = Origin(self.line, modules[-1] if modules else "", self.tracing.region)
@@ -294,6 +299,15 @@ class _Recorder(TorchDispatchMode):
             tensors = [value for value in (*outs, *given) if isinstance(value, torch.Tensor)]
             return Source(tensors[0].device.type if tensors else "cpu")
         key, device = generator_key(found), found.device.type
+        if self.tracing.repeated is not None and key not in self.tracing.repeated:
+            raise TraceError(
+                explain(
+                    "a draw from a closed-over generator inside vs.remat",
+                    where=self.line,
+                    rule="what is computed again draws the same numbers, of generators that are arguments",
+                    remedy="pass the generator to the function that vs.remat wraps",
+                )
+            )
         for index, leaf in enumerate(self.tracing.generators):
             if isinstance(leaf, torch.Generator) and generator_key(leaf) == key:
                 return Source(device, argument=index)
