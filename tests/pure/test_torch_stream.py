@@ -90,6 +90,9 @@ def test_parts_have_the_bits_of_the_whole(kind, numbers, dtype, shape, stride):
         check(stream, [cut])  # alone: what others would have is skipped
 
 
+SIZES = [*range(12, 20), *range(44, 52), CHUNK - 1, CHUNK + 1, CHUNK + 15, 2 * CHUNK]
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_last_block_of_normal_numbers(dtype, size):
@@ -163,7 +166,7 @@ class Other(Stream):
 
     def fill(self, out, generator):
         seed = torch.empty((), dtype=torch.int64).random_(generator=generator)
-        inner = torch.Generator().manual_seed(seed.item())
+        inner = torch.Generator().manual_seed(int(seed))
         return out.uniform_(generator=inner)
 
 

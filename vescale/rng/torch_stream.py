@@ -104,13 +104,17 @@ def draw(
     if not stream.numel:
         return
     if stream.device != "cpu" or not (chunk < CHUNK or can_follow(_probe_of(stream))):
-        numbers = whole(stream, generator)
-        for part in parts:
-            part.take(numbers, 0)
+        take(whole(stream, generator), wanted)
         return
     for start, buffer in _chunks(stream, generator, parts, chunk):
         for part in parts:
             part.take(buffer, start)
+
+
+def take(numbers: Tensor, wanted: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Writes what is wanted of flat numbers: see `draw`."""
+    for out, runs in wanted:
+        _Part(out, runs).take(numbers, 0)
 
 
 def whole(stream: Stream, generator: torch.Generator | None = None) -> Tensor:
@@ -202,4 +206,4 @@ class _Part:
         self.out[at + low - start : at + high - start] = numbers[low - begin : high - begin]
 
 
-__all__ = ["Stream", "can_follow", "draw", "whole"]
+__all__ = ["Stream", "can_follow", "draw", "take", "whole"]

@@ -281,12 +281,15 @@ def viewed(
     return source if carry(pattern, mesh, source, place, target.shape) == target else None
 
 
-def uncut(asked: Pattern, state: State) -> bool:
-    """Whether no part of what is viewed gives a result in `state`; `asked` is the pattern reversed."""
+def uncut(asked: Pattern, state: State, even: bool = True) -> bool:
+    """Whether no part of what is viewed gives a result in `state`; `asked` is the pattern reversed.
+
+    A factor that is not a dim of its own is only split evenly.
+    """
     dims = asked.operands[0]
     if isinstance(state, Digit):
         names = [name for name in asked.sizes if state == digit_of(name, dims, asked)]
-        return asked.whole.issuperset(names)
+        return asked.whole.issuperset(names) or not (even or all(alone(name, asked) for name in names))
     if isinstance(state, (Shard, InterleavedShard)):
         return dims[state.dim] not in asked.results[0] or not asked.whole.isdisjoint(dims[state.dim])
     return state is not None

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ...rng.numbers import compressed
-from ...rng.torch_stream import draw
+from ...rng.torch_stream import draw, take
 from ..mesh import Mesh
-from .ir import Ref, map_args
+from .ir import Node, Ref, map_args
 from .partition import Draw, Partitioned
-from .torch_draws import Source, set_torch_state, torch_draw, torch_state
+from .torch_draws import Source, draws_from_nothing, set_torch_state, torch_draw, torch_state
 
 
 class BoundDraw:
@@ -32,7 +32,7 @@ class BoundDraw:
 
 def bind_draw(step: Draw, partitioned: Partitioned, mesh: Mesh) -> BoundDraw:
     """The draw of `step` for the ranks that `mesh` hosts here."""
-    if step.node.op is torch_draw:
+    if draws_from_nothing(step.node):
         return BoundDraw(_own_elements(step, partitioned, mesh))
     if step.node.op is torch_state:
         return BoundDraw(lambda values: [[step.node.args[0].find().get_state()] for _ in values])
@@ -42,16 +42,16 @@ def bind_draw(step: Draw, partitioned: Partitioned, mesh: Mesh) -> BoundDraw:
 
 
 def _own_elements(step: Draw, partitioned: Partitioned, mesh: Mesh) -> Callable[[Any], list[list[Tensor]]]:
-    stream, source = step.node.args
-    layouts = [partitioned.values[number].layout for number in step.results if number is not None]
+    node, values = step.node, partitioned.values
+    layouts = [values[number].layout for number in step.results if number is not None]
+    dtype = next((values[number].meta.dtype for number in step.results if number is not None), None)
     runs = {
         layout: {rank: compressed(layout.regions(rank)) for rank in mesh.local_ranks} for layout in layouts
     }
-    device = torch.device(stream.device)
 
-    def run(values: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def run(_: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         made = [
-            [torch.empty(layout.local_shape(rank), dtype=stream.dtype, device=device) for layout in layouts]
+            [torch.empty(layout.local_shape(rank), dtype=dtype, device=mesh.device) for layout in layouts]
             for rank in mesh.local_ranks
         ]
         wanted = [
@@ -59,7 +59,11 @@ def _own_elements(step: Draw, partitioned: Partitioned, mesh: Mesh) -> Callable[
             for rank, outs in zip(mesh.local_ranks, made, strict=True)
             for layout, out in zip(layouts, outs, strict=True)
         ]
-        draw(stream, wanted, source.find())
+        if node.op is torch_draw:
+            stream, source = node.args
+            draw(stream, wanted, source.find())
+        else:
+            take(_run(node, []).contiguous().view(-1), wanted)
         return made
 
     return run
@@ -72,15 +76,17 @@ def _set_state(source: Source, values: Sequence[Sequence[Tensor]]) -> list[list[
 
 def _whole(step: Draw, values: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
     """The op on whole values, which all ranks have."""
-    operands = iter(values[0])
-    local: Callable[[Ref], Tensor] = lambda ref: next(operands)  # noqa: E731
-    node = step.node
-    args = [_found(map_args(arg, local)) for arg in node.args]
-    kwargs = {name: _found(map_args(value, local)) for name, value in node.kwargs.items()}
-    result = node.op(*args, **kwargs)
+    result = _run(step.node, values[0])
     first = list(result) if isinstance(result, (tuple, list)) else [result]
     others = [[_copy(part) for part in first] for _ in values[1:]]
     return [[_own(part) for part in first], *others]
+
+
+def _run(node: Node, values: Sequence[Tensor]) -> Any:
+    operands = iter(values)
+    local: Callable[[Ref], Tensor] = lambda ref: next(operands)  # noqa: E731
+    args = [_found(map_args(arg, local)) for arg in node.args]
+    return node.op(*args, **{name: _found(map_args(value, local)) for name, value in node.kwargs.items()})
 
 
 def _found(value: Any) -> Any:

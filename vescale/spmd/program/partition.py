@@ -46,7 +46,7 @@ from .candidates import (
 from .cause import Cause
 from .choice import Operand, choose
 from .ir import Graph, Node, Origin, Ref, TensorMeta, map_args, refs_of
-from .torch_draws import is_effect, torch_draw
+from .torch_draws import draws_from_nothing, is_effect, torch_draw
 from .trace import trace
 
 
@@ -112,8 +112,8 @@ class Wait:
 class Draw:
     """Draw from a generator of torch's, or read or set its state: an effect, where the function does it.
 
-    A `torch_draw` has one result for each layout that is needed of what it draws; other ops run once on whole
-    values, and `results` are theirs.
+    What reads no value has one result for each layout that is needed of what it draws; other ops run once on
+    whole values, and `results` are theirs.
     """
 
     node: Node
@@ -378,7 +378,9 @@ class _Walk:
             dims and (len(dims) < len(target.shape) or not all(dims)) for dims in pattern.operands
         )
         asked = refine(replace(pattern, operands=pattern.results, results=pattern.operands), 0, target)
-        lost = pattern.view and any(uncut(asked, state_of(target, axis)) for axis, _ in target.spec.items())
+        lost = pattern.view and any(
+            uncut(asked, state_of(target, axis), axis in target.digits) for axis, _ in target.spec.items()
+        )
         if target.partials or broadcast or lost:  # no operand has these elements: make it whole, and cut
             whole = self.make(value, replicated(self.mesh, self.metas[value].shape), cause, origin)
             return self.move(value, whole, plan(self.values[whole].layout, target), cause, origin)
@@ -425,7 +427,7 @@ class _Walk:
         if node.op.name() == "vescale::mapped":
             self.map(node)
             return
-        if node.op is torch_draw:
+        if draws_from_nothing(node):
             (out,) = node.outs
             assert out is not None
             self.deferred[out], self.made[out] = (node, whole_pattern(node, self.metas)), {}

@@ -34,6 +34,7 @@ from ..._compat import OpOverload, bound_arguments
 from ..._errors import TraceError, explain
 from ...rng.torch_stream import Stream
 from ..rules.notation import find_rule
+from .ir import Node
 
 aten = torch.ops.aten
 
@@ -231,7 +232,7 @@ def refuse_in_shard_map(op: OpOverload, where: str) -> TraceError:
         explain(
             f"{op}, a random op of torch, inside shard_map",
             where=where,
-            rule="torch's generator makes the numbers of global tensors, and those of a shard_map body are local",
+            rule="torch's generator makes the numbers of global tensors; those of a shard_map body are local",
             remedy="draw with a key: vs.rng.normal(vs.rng.fold_in(key, vs.axis_index(axis)), shape), "
             "or draw outside and pass the numbers",
         )
@@ -241,6 +242,11 @@ def refuse_in_shard_map(op: OpOverload, where: str) -> TraceError:
 def is_effect(op: OpOverload) -> bool:
     """Whether the op reads or moves a generator of torch's. Keyed draws and attention have rules."""
     return torch.Tag.nondeterministic_seeded in op.tags and find_rule(op) is None
+
+
+def draws_from_nothing(node: Node) -> bool:
+    """Whether a node makes one value, whole, of a generator's numbers only."""
+    return is_effect(node.op) and node.op is not torch_state and len(node.outs) == 1 and not list(node.refs())
 
 
 def replaced(op: OpOverload, args: Any, kwargs: dict[str, Any], source: Source) -> tuple[Any, dict[str, Any]]:
@@ -255,6 +261,7 @@ __all__ = [
     "Source",
     "Stream",
     "decomposition",
+    "draws_from_nothing",
     "is_effect",
     "overwrite",
     "refuse_in_shard_map",

@@ -244,6 +244,7 @@ class _Recorder(TorchDispatchMode):
             source = self.source((*args, *kwargs.values()), outs)
             stream = stream_of(func, args, kwargs, result) if func.namespace == "aten" else None
             if stream is not None:
+                assert isinstance(result, torch.Tensor)
                 self.draw(stream, source, result, args[0] if is_mutable(func) else None)
                 return result
             args, kwargs = replaced(func, args, kwargs, source)
