@@ -274,14 +274,14 @@ def viewed(
         return None
     asked = refine(replace(pattern, operands=(pattern.results[place],), results=pattern.operands), 0, target)
     states = {axis: state_of(target, axis) for axis, _ in target.spec.items()}
-    if any(uncut(asked, state) for state in states.values()):
+    if any(uncut(asked, state, axis in target.digits) for axis, state in states.items()):
         return None
     placed = {axis: deferred_state(asked, state, 0) for axis, state in states.items()}
     source = layout_from(mesh, shape, placed)
     return source if carry(pattern, mesh, source, place, target.shape) == target else None
 
 
-def uncut(asked: Pattern, state: State, even: bool = True) -> bool:
+def uncut(asked: Pattern, state: State, even: bool) -> bool:
     """Whether no part of what is viewed gives a result in `state`; `asked` is the pattern reversed.
 
     A factor that is not a dim of its own is only split evenly.
