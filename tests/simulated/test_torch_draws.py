@@ -41,6 +41,10 @@ DRAWS = {
     "multinomial": lambda x: torch.multinomial(x, 3),
     "multinomial, replacement": lambda x: torch.multinomial(x, 9, True),
     "poisson": lambda x: torch.poisson(x),
+    "binomial": lambda x: torch.binomial((x * 9).ceil(), x),
+    "rand of complex128": lambda x: torch.view_as_real(torch.rand(SHAPE, dtype=torch.complex128)),
+    "normal_ of complex64": lambda x: torch.view_as_real(torch.empty(SHAPE, dtype=torch.complex64).normal_()),
+    "fill of a slice": lambda x: torch.cat([x[:3], torch.empty_like(x[3:]).uniform_()]),
     "bernoulli": lambda x: torch.bernoulli(x),
     "bernoulli with p": lambda x: torch.bernoulli(x, 0.3),
     "normal": lambda x: torch.normal(x, 2.0),
@@ -147,15 +151,12 @@ def test_dropout_of_features(fn, static):
         check(lambda x: fn(x, 0.4, True), MORE, (("a", 2), ("b", 2)), spec, static)
 
 
-WHOLE = {
-    "multinomial",
-    "multinomial, replacement",
-    "poisson",
-    "rrelu",
-}  # they read x to know how much to draw
+# x says how much they draw, or is cut as well.
+OPERANDS_MOVE = {"multinomial", "multinomial, replacement", "poisson", "binomial", "rrelu"}
+OPERANDS_MOVE |= {"normal of both", "fill of a slice"}
 
 
-@pytest.mark.parametrize("name", [name for name in DRAWS if name not in WHOLE | {"normal of both"}])
+@pytest.mark.parametrize("name", [name for name in DRAWS if name not in OPERANDS_MOVE])
 def test_nothing_is_communicated_to_draw(name):
     for axes, spec in CASES[5:7]:
         mesh = vs.make_mesh(dict(axes), backend="simulated")

@@ -16,9 +16,8 @@ A build of torch may have another kernel for a kind (with MKL on Intel processor
 numbers are those of a stream of MKL's own). It is not asked which: a probe compares 75 numbers, and a kind
 that can't be followed is drawn whole, and cut.
 
->>> torch.manual_seed(0)
-... stream = Stream("normal_", (0.0, 1.0), (5, 7), (7, 1), torch.float32)
-<torch._C.Generator object at ...>
+>>> stream = Stream("normal_", (0.0, 1.0), (5, 7), (7, 1), torch.float32)
+>>> _ = torch.manual_seed(0)
 >>> out = torch.empty(10)
 >>> draw(stream, [(out, torch.tensor([[2, 2, 7, 5]]))])  # columns 2 and 3
 >>> after = torch.rand(1)
@@ -106,9 +105,10 @@ def draw(
     if stream.device != "cpu" or not (chunk < CHUNK or can_follow(_probe_of(stream))):
         take(whole(stream, generator), wanted)
         return
-    for start, buffer in _chunks(stream, generator, parts, chunk):
+    for start, numbers, owner in _chunks(stream, generator, parts, chunk):
         for part in parts:
-            part.take(buffer, start)
+            if part is not owner:
+                part.take(numbers, start)
 
 
 def take(numbers: Tensor, wanted: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -125,8 +125,8 @@ def whole(stream: Stream, generator: torch.Generator | None = None) -> Tensor:
 
 def _chunks(
     stream: Stream, generator: torch.Generator | None, parts: Sequence[_Part], chunk: int
-) -> Iterator[tuple[int, Tensor]]:
-    """(start, numbers from there on) of the chunks of which something is wanted; others are only drawn."""
+) -> Iterator[tuple[int, Tensor, _Part | None]]:
+    """(start, numbers from there on, who has them) of chunks that are wanted; others are only drawn."""
     numel, blocks = stream.numel, stream.in_blocks
     memory = torch.empty(min(numel, chunk) * (1 if stream.is_contiguous else 2), dtype=stream.dtype)
     # Normal numbers in pairs, for tensors that are not contiguous, have the buffer not contiguous either.
@@ -134,8 +134,11 @@ def _chunks(
     rest = numel % BLOCK if blocks else 0
     for start in range(0, numel - rest, chunk):
         size = min(chunk, numel - rest - start)
-        if any(part.wants(start, start + size) for part in parts):
-            yield start, stream.fill(buffer[:size], generator)
+        wanting = [part for part in parts if part.wants(start, start + size)]
+        if wanting:
+            slot = wanting[0].slot(start, start + size) if stream.is_contiguous else None
+            owner = None if slot is None else wanting[0]  # it is drawn where it belongs
+            yield start, stream.fill(buffer[:size] if slot is None else slot, generator), owner
         elif blocks:
             buffer[:size].uniform_(generator=generator)  # as many words, and no logarithms
         else:
@@ -143,7 +146,7 @@ def _chunks(
     if rest:
         if stream.dtype.itemsize > 2:
             buffer[:rest].uniform_(generator=generator)
-        yield numel - BLOCK, stream.fill(buffer[:BLOCK], generator)
+        yield numel - BLOCK, stream.fill(buffer[:BLOCK], generator), None
 
 
 @lru_cache(maxsize=1024)
@@ -178,6 +181,14 @@ class _Part:
         """Whether one of the indices in [start, stop) may be wanted."""
         first = bisect_right(self.ends, start)
         return first < len(self.runs) and self.runs[first][0] < stop
+
+    def slot(self, start: int, stop: int) -> Tensor | None:
+        """Where the numbers [start, stop) belong, if that is one place."""
+        first = bisect_right(self.ends, start)
+        begin, length, _, count, at = self.runs[first]
+        if count > 1 or start < begin or stop > begin + length:
+            return None
+        return self.out[at + start - begin : at + stop - begin]
 
     def take(self, numbers: Tensor, begin: int) -> None:
         """Keep what is wanted of `numbers`, which are those from index `begin` on."""

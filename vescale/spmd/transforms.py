@@ -21,7 +21,7 @@ from .dtensor import DTensor, place
 from .layout import Layout
 from .mesh import Mesh
 from .placements import P
-from .program.torch_draws import set_torch_state, torch_state
+from .program.torch_draws import default_generator, set_torch_state, torch_state
 from .program.trace import Mark, Pin, Tracing, current_trace
 from .varying import joined
 
@@ -266,7 +266,7 @@ def vmap(
 class _Repeatable:
     """A function that can be run again with the numbers that it drew from torch's generators before."""
 
-    def __init__(self, run: Callable, generators: Sequence[torch.Generator | None]) -> None:
+    def __init__(self, run: Callable, generators: Sequence[torch.Generator]) -> None:
         self.run, self.generators = run, generators
         self.states: list[torch.Tensor] = []
 
@@ -281,8 +281,7 @@ class _Repeatable:
         tracing = current_trace()
         outer = tracing.repeated if tracing else None
         if tracing is not None:
-            given = (generator or torch.default_generator for generator in self.generators)
-            tracing.repeated = {generator_key(generator) for generator in given}
+            tracing.repeated = {generator_key(generator) for generator in self.generators}
         try:
             return self.run(*tensors)
         finally:
@@ -352,8 +351,9 @@ def remat(fn: Callable) -> Callable:
             out_spec[:] = [made]
             return tuple(results)
 
-        # None is the default generator; of others those that are passed are known.
-        generators = (None, *(leaf for leaf in leaves if isinstance(leaf, torch.Generator)))
+        devices = dict.fromkeys(("cpu", *(leaves[index].device.type for index in places)))
+        generators = [default_generator(device) for device in devices if device in ("cpu", "cuda")]
+        generators += [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         results = _Remat.apply(_Repeatable(run, generators), *(leaves[index] for index in places))
         return _tree.unflatten(out_spec[0], results)  # pyright: ignore[reportArgumentType]
 

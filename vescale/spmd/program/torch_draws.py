@@ -14,8 +14,8 @@ was given or closes over a program keeps only which one it is: see `Source` and 
 
     vescale::torch_draw() -> Tensor                        its node has (Stream, Source) for arguments
     vescale::overwrite(Tensor(a!) self, Tensor source) -> Tensor(a!)
-    vescale::torch_state(Generator? generator) -> Tensor   the generator's state
-    vescale::set_torch_state(Tensor state, Generator? generator) -> ()
+    vescale::torch_state(Generator generator) -> Tensor   the generator's state
+    vescale::set_torch_state(Tensor state, Generator generator) -> ()
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _library = torch.library.Library("vescale", "FRAGMENT")
 _RANDOM = (torch.Tag.nondeterministic_seeded,)
 _library.define("torch_draw() -> Tensor", tags=_RANDOM)
 _library.define("overwrite(Tensor(a!) self, Tensor source) -> Tensor(a!)")
-_library.define("torch_state(Generator? generator) -> Tensor", tags=_RANDOM)
-_library.define("set_torch_state(Tensor state, Generator? generator) -> ()", tags=_RANDOM)
+_library.define("torch_state(Generator generator) -> Tensor", tags=_RANDOM)
+_library.define("set_torch_state(Tensor state, Generator generator) -> ()", tags=_RANDOM)
 
 torch_draw = torch.ops.vescale.torch_draw.default
 overwrite = torch.ops.vescale.overwrite.default
@@ -51,17 +51,16 @@ torch_state = torch.ops.vescale.torch_state.default
 set_torch_state = torch.ops.vescale.set_torch_state.default
 
 
-def _get(generator: torch.Generator | None) -> Tensor:
-    return (generator or torch.default_generator).get_state()
+def _get(generator: torch.Generator) -> Tensor:
+    return generator.get_state()
 
 
-def _set(state: Tensor, generator: torch.Generator | None) -> None:
-    (generator or torch.default_generator).set_state(state)
+def _set(state: Tensor, generator: torch.Generator) -> None:
+    generator.set_state(state)
 
 
-def _state_like(generator: torch.Generator | None) -> Tensor:
-    size = (generator or torch.default_generator).get_state().numel()
-    return torch.empty(size, dtype=torch.uint8)
+def _state_like(generator: torch.Generator) -> Tensor:
+    return torch.empty(generator.get_state().numel(), dtype=torch.uint8)
 
 
 _library.impl("torch_state", _get, "CompositeExplicitAutograd")
@@ -93,9 +92,16 @@ class Source:
             return arguments[self.argument]
         if self.closed is not None:
             return closed[self.closed]
-        if self.device == "cpu":
-            return torch.default_generator
-        return torch.cuda.default_generators[torch.cuda.current_device()]
+        return default_generator(self.device)
+
+
+def default_generator(device: str) -> torch.Generator:
+    """That of the device of this type which is in use."""
+    return (
+        torch.default_generator
+        if device == "cpu"
+        else torch.cuda.default_generators[torch.cuda.current_device()]
+    )
 
 
 _given: ContextVar[tuple[Sequence[Any], Sequence[Any]]] = ContextVar("vescale_generators", default=((), ()))
@@ -261,6 +267,7 @@ __all__ = [
     "Source",
     "Stream",
     "decomposition",
+    "default_generator",
     "draws_from_nothing",
     "is_effect",
     "overwrite",

@@ -40,6 +40,7 @@ from .torch_draws import (
     Source,
     Stream,
     decomposition,
+    default_generator,
     is_effect,
     overwrite,
     refuse_in_shard_map,
@@ -312,7 +313,7 @@ class _Recorder(TorchDispatchMode):
         for index, leaf in enumerate(self.tracing.generators):
             if isinstance(leaf, torch.Generator) and generator_key(leaf) == key:
                 return Source(device, argument=index)
-        if key == generator_key(torch.default_generator):
+        if key == generator_key(default_generator(device)):
             return Source(device)
         closed = self.tracing.closed
         keys = [generator_key(other) for other in closed]
