@@ -1,13 +1,18 @@
-"""What keyed draws cost, on one thread:
+"""What draws cost, on one thread:
 
     python benchmarks/rng.py [--check]
 
 The first table sets each draw against torch's own of the same kind, in turns; the ratio is torch's time
 over ours, in processor time, the best of many rounds. The second sets a rank's 1/64 share of a draw, in
 several layouts, against the whole draw: it should take 1/64 of the time, and takes more by what a call
-costs. The last column of each is the same with the torch form, for machines without a compiler. `--check`
-fails when a keyed normal has less than half the speed of torch.randn, or a share of whole rows takes more
-than 1/32 of the time of the whole; without a compiler there is nothing to check.
+costs. The last column of each is the same with the torch form, for machines without a compiler.
+
+The third is about torch's own draws: what a rank takes for its 1/8 in rows or in columns, and what it takes
+for everything, over plain torch's time for everything. Each rank makes all numbers, so 1 is what to expect.
+
+`--check` fails when a keyed normal has less than half the speed of torch.randn, or a share of whole rows
+takes more than 1/32 of the time of the whole (without a compiler these are not checked), or when torch's own
+draw takes more than 1.3 times plain torch's time.
 """
 
 import argparse
@@ -19,7 +24,7 @@ from typing import Any
 import torch
 
 from vescale import rng
-from vescale.rng import native, numbers, ranges
+from vescale.rng import native, numbers, ranges, torch_stream
 from vescale.spmd.layout import AbstractMesh, Layout
 from vescale.spmd.placements import P, RaggedShard, Shard
 from vescale.spmd.rules.random import own_draw
@@ -123,20 +128,53 @@ def share_table() -> float:
     return worst
 
 
+STREAMS = {
+    "uniform_": (0.0, 1.0),
+    "normal_": (0.0, 1.0),
+    "bernoulli_": (0.9,),
+    "random_": (1000,),
+    "exponential_": (1.0,),
+}
+
+
+def stream_table() -> float:
+    """Prints it; the worst ratio."""
+    mesh, shape, worst = AbstractMesh(("dp",), (8,)), (1024, N // 1024), 0.0
+    title = "torch's own, of plain torch"
+    print(f"\n{title:30}{'whole':>8}{'1/8 in rows':>13}{'1/8 in columns':>16}")
+    for kind, values in STREAMS.items():
+        stream = torch_stream.Stream(kind, values, shape, (shape[1], 1), torch.float32)
+        plain = torch.empty(shape)
+        layouts = [Layout(mesh, spec, shape) for spec in (P(), P(dp=Shard(0)), P(dp=Shard(1)))]
+        wanted = [
+            [(torch.empty(layout.local_shape(3)).view(-1), numbers.compressed(layout.regions(3)))]
+            for layout in layouts
+        ]
+        calls = [lambda parts=parts, stream=stream: torch_stream.draw(stream, parts) for parts in wanted]
+        base, *ours = best(lambda stream=stream, plain=plain: stream.fill(plain, None), *calls, rounds=10)
+        ratios = [each / base for each in ours]
+        worst = max(worst, *ratios)
+        print(f"{kind:30}{ratios[0]:7.2f}x{ratios[1]:12.2f}x{ratios[2]:15.2f}x")
+    return worst
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What keyed draws cost.")
+    parser = argparse.ArgumentParser(description="What draws cost.")
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     torch.set_num_threads(1)
     rng.normal(KEY, N)
     print(f"kernel: {rng.kernel_status()}\n")
-    ratio, share = draw_table(), share_table()
+    ratio, share, stream = draw_table(), share_table(), stream_table()
     print(
-        f"\nnormal: {ratio:.2f}x the speed of torch.randn; the worst share of whole rows: 1/{1 / share:.0f}"
+        f"\nnormal: {ratio:.2f}x the speed of torch.randn; the worst share of whole rows: 1/{1 / share:.0f}; "
+        f"torch's own draw takes at most {stream:.2f}x the time of plain torch"
     )
     compiled = rng.kernel_status().startswith("compiled")
     if check and compiled and (ratio < 0.5 or share > 1 / 32):
         sys.exit("slower than promised: 0.5x the speed of torch.randn, and 1/32 for a share of whole rows")
+    if check and stream > 1.3:
+        sys.exit("slower than promised: torch's own draw in 1.3x the time of plain torch")
 
 
 if __name__ == "__main__":

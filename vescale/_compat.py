@@ -182,3 +182,15 @@ def written_tensors(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             found += value if isinstance(value, (list, tuple)) else [value]
     return [tensor for tensor in found if tensor is not None]
+
+
+def bound_arguments(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """2.11 - 2.13. The arguments of a call of an overload by name, defaults filled in."""
+    names = op._schema.arguments
+    given = dict(zip((argument.name for argument in names), args)) | kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in names}
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """2.11 - 2.13. Which generator it is: what a dispatch mode sees is another Python object for it."""
+    return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]

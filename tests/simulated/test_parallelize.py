@@ -5,13 +5,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import vescale as vs
 from tests.gpt import TP, batch, make_model, parameters, ragged, train_step
 from vescale import _tree
-from vescale._errors import ArgumentError, LayoutError, PlanError, ShardingError, TraceError
+from vescale._errors import ArgumentError, LayoutError, PlanError, TraceError
 from vescale.spmd.layout import Layout
 from vescale.spmd.placements import InterleavedShard, P, Partial, RaggedShard, Replicate, Shard
 
@@ -240,8 +239,10 @@ def test_evaluation_mode_does_not_meet_the_program_of_training():
     run(X)
     assert run.cache_info().misses == 2
     model[2].train()
-    with pytest.raises(ShardingError, match="random op"):  # and not the program of before
-        run(X)
+    torch.manual_seed(0)
+    expected = model(X)
+    torch.manual_seed(0)
+    assert_equal(run(X), expected)  # and not the program of before
 
 
 def test_both_of_two_modules_are_watched():
@@ -311,16 +312,6 @@ def test_noise_is_drawn_where_it_is_added():
     lowered = run.lower(X, vs.rng.key(0))
     assert not lowered.collectives()
     assert "float32[4,2] {dp=Shard(0)} = " in lowered.as_text()
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [torch.rand_like, lambda x: F.dropout(x, 0.5), lambda x: x + torch.randn(2), torch.bernoulli],
-    ids=["rand_like", "dropout", "randn", "bernoulli"],
-)
-def test_torchs_own_draws_are_refused(fn):
-    with pytest.raises(ShardingError, match=r"vs\.rng\.normal\(key, shape\)"):
-        vs.parallelize(lambda x: fn(x), ROWS)(X / 10)
 
 
 # Pinned values.

@@ -2,8 +2,8 @@
 
 Read in this order: `keys` (what a draw depends on), `reuse` (a checker for them), `draws` and `discrete`
 (the draws), `numbers` (the op under them all), `philox` (the engine), `inversion`, `logarithm` and
-`ranges` (how bits become numbers), `native` (the same in C). `virtual_threads` is about another stream:
-torch's own on cuda.
+`ranges` (how bits become numbers), `native` (the same in C). Two are about other streams, torch's own:
+`torch_stream` on cpu, `virtual_threads` on cuda.
 This package knows index ranges, not layouts.
 """
 

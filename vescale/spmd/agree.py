@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,17 +140,21 @@ def digest(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}:{bits}"
 
 
-def same_on_all(mesh: Mesh, what: str, digests: dict[str, str]) -> None:
+def same_on_all(mesh: Mesh, what: str, digests: dict[str, str], told: Sequence[str] = ()) -> list[str]:
     """Check that plain tensors, by name, are the same value on every rank.
 
-    Raises ConsistencyError naming the tensor and the ranks that differ from rank 0, on every rank.
+    Of those `told` differences are no error yet: they are returned, as `name on rank 1, 2`. Raises
+    ConsistencyError naming the tensor and the ranks that differ from rank 0, on every rank.
     """
     if mesh.is_simulated or not mesh.local_ranks:
-        return
+        return []
     first, *others = exchange(mesh, what, digests)
+    found: list[str] = []
     for name in first:
         differ = [rank for rank, other in enumerate(others, 1) if other.get(name) != first[name]]
-        if differ:
+        if differ and name in told:
+            found.append(f"{name} on rank {', '.join(map(str, differ))}")
+        elif differ:
             raise ConsistencyError(
                 explain(
                     f"{name} on rank {', '.join(map(str, differ))} differs from rank 0",
@@ -159,3 +163,4 @@ def same_on_all(mesh: Mesh, what: str, digests: dict[str, str]) -> None:
                     remedy="if each rank has its own part, say so: vs.from_local(tensor, mesh, P(...))",
                 )
             )
+    return found

@@ -1,8 +1,8 @@
 """Closure: what a traced function reads besides its arguments, so that no call meets a stale program.
 
 Modules: their training flags and attributes are part of the signature, those of every module below a
-module that ran. Tensors: they are read again at each call from where they were found (a module, a
-closure cell, a global, what a container or an object there holds), so that a replaced one is the one used.
+module that ran. Tensors and generators: they are read again at each call from where they were found (a
+module, a closure cell, a global, what a container or an object there holds), so that a replaced one is used.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat import generator_key
 from .program.ir import TensorMeta
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _COMPARED = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
-Getter = Callable[[], Tensor]
+_READ = (Tensor, torch.Generator)
+
+Getter = Callable[[], Any]
 
 
 class Guard:
@@ -74,11 +77,11 @@ def _mark(value: Any) -> Any:
 
 
 def getters(
-    fn: Callable[..., Any], modules: Iterable[nn.Module], tensors: Iterable[Tensor]
+    fn: Callable[..., Any], modules: Iterable[nn.Module], tensors: Iterable[Tensor | torch.Generator]
 ) -> tuple[Getter, ...]:
-    """For each closed-over tensor a function that reads it anew from its place. Call them with `read`."""
+    """For each closed-over tensor or generator a function that reads it anew. Call them with `read`."""
     tensors = tuple(tensors)
-    places: dict[int, list[Getter]] = {id(tensor): [] for tensor in tensors}
+    places: dict[int, list[Getter]] = {_key(tensor): [] for tensor in tensors}
     modules = tuple(modules)
     stores = (store for module in modules for store in (module._parameters, module._buffers))
     ran = (
@@ -86,9 +89,13 @@ def getters(
     )
     held = _held(fn, functools.partial(_same, fn), set(map(id, modules)), deep=True)
     for tensor, place in itertools.chain(ran, held) if places else ():
-        if id(tensor) in places:
-            places[id(tensor)].append(place)
-    return tuple(_anywhere(tensor, places[id(tensor)]) for tensor in tensors)
+        if _key(tensor) in places:
+            places[_key(tensor)].append(place)
+    return tuple(_anywhere(tensor, places[_key(tensor)]) for tensor in tensors)
+
+
+def _key(found: Any) -> int:
+    return generator_key(found) if isinstance(found, torch.Generator) else id(found)
 
 
 def read(places: Iterable[Getter], metas: Iterable[TensorMeta]) -> list[Tensor] | None:
@@ -105,20 +112,21 @@ def read(places: Iterable[Getter], metas: Iterable[TensorMeta]) -> list[Tensor] 
 
 def closed_over(fn: Callable[..., Any]) -> Iterator[Tensor]:
     """The tensors in fn's closure and globals, and in those of the functions in them."""
-    return (tensor for tensor, _ in _cells(fn, set(), deep=False))
+    found = (value for value, _ in _cells(fn, set(), deep=False))
+    return (value for value in found if isinstance(value, Tensor))
 
 
-def _anywhere(tensor: Tensor, places: list[Getter]) -> Getter:
+def _anywhere(tensor: Any, places: list[Getter]) -> Getter:
     """Reads a tensor that was found in all of these places."""
     if not places:
         return functools.partial(_same, tensor)
     return places[0] if len(places) == 1 else functools.partial(_agreed, places)
 
 
-def _agreed(places: list[Getter]) -> Tensor:
+def _agreed(places: list[Getter]) -> Any:
     """What all of the places hold. A LookupError when one was replaced: which one fn reads is not known."""
     first, *others = [place() for place in places]
-    if any(other is not first for other in others):
+    if any(_key(other) != _key(first) for other in others):
         raise LookupError
     return first
 
@@ -131,8 +139,8 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _cells(fn: Any, seen: set[int], deep: bool) -> Iterator[tuple[Tensor, Getter]]:
-    """The tensors in fn's closure and globals, and in those of the functions in them; `deep`: see `_held`."""
+def _cells(fn: Any, seen: set[int], deep: bool) -> Iterator[tuple[Any, Getter]]:
+    """The tensors and generators in fn's closure and globals, and in its functions'; `deep`: see `_held`."""
     fn = getattr(fn, "__wrapped__", fn)
     fn = fn.func if isinstance(fn, functools.partial) else fn
     code = getattr(fn, "__code__", None)
@@ -163,11 +171,9 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _held(
-    value: Any, place: Callable[[], Any], seen: set[int], deep: bool
-) -> Iterator[tuple[Tensor, Getter]]:
+def _held(value: Any, place: Callable[[], Any], seen: set[int], deep: bool) -> Iterator[tuple[Any, Getter]]:
     """The tensor that a value is; what a function closes over; if `deep`, what items and attributes are."""
-    if isinstance(value, Tensor):
+    if isinstance(value, _READ):
         yield value, place
         return
     if hasattr(value, "__code__") or hasattr(value, "__wrapped__") or isinstance(value, functools.partial):

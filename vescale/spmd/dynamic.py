@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import _tree
@@ -27,6 +28,8 @@ from .program.partition import without_partials
 from .program.trace import Mark, Tracing, within
 from .signature import Signature
 
+_DEFAULT = "the default generator"
+
 
 @dataclass(frozen=True)
 class _Placed:
@@ -35,6 +38,7 @@ class _Placed:
     paths: list[str]
     layouts: list[Layout | None]
     marks: list[Mark | None]
+    unequal: str = ""  # the generators that differ between ranks, on the call that placed the arguments
 
 
 class Dynamic(Parallelized):
@@ -58,11 +62,13 @@ class Dynamic(Parallelized):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1
         signature = self._arguments.bind(args, kwargs)
-        placed = self._placed.get(signature.key) or self._place(signature)
+        known = self._placed.get(signature.key)
+        placed = known or self._place(signature)
         mesh, tensors = self._mesh, signature.tensors()
         leaves = [self._enter_one(signature.leaves[index], placed.layouts[index]) for index in tensors]
         versions = [_version(leaf) for leaf in leaves]
         tracing = Tracing(activations=self._plan.activation_rules(), mesh=mesh)
+        tracing.unequal = placed.unequal if known is None else ""
         tracing.marks = {
             id(leaf): mark
             for leaf, index in zip(leaves, tensors, strict=True)
@@ -91,16 +97,18 @@ class Dynamic(Parallelized):
     def _place(self, signature: Signature) -> _Placed:
         paths = signature.paths()
         layouts, marks, _ = self._layouts(signature, paths)
+        unequal: list[str] = []
         if not self._mesh.is_simulated:
             plain = {
                 path: digest(leaf)
                 for path, leaf in zip(paths, signature.leaves, strict=True)
                 if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
             }
-            same_on_all(self._mesh, f"{self._name}, op by op", plain)
+            plain[_DEFAULT] = digest(torch.get_rng_state())
+            unequal = same_on_all(self._mesh, f"{self._name}, op by op", plain, told=(_DEFAULT,))
         if len(self._placed) > 256:
             self._placed.clear()
-        placed = self._placed[signature.key] = _Placed(paths, layouts, marks)
+        placed = self._placed[signature.key] = _Placed(paths, layouts, marks, "; ".join(unequal))
         return placed
 
     def _enter_one(self, leaf: Tensor, layout: Layout | None) -> Tensor:

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from .._compat import TorchDispatchMode
@@ -20,6 +21,7 @@ from .mesh import Mesh, group_ranks
 from .program.emit import Call
 from .program.ir import Graph, Node, Origin, Ref, TensorMeta
 from .program.mapped import LOCAL, bind_node, group_mesh, local_instruction, member_index
+from .program.torch_draws import is_effect, refuse_in_shard_map
 from .program.trace import user_line
 from .varying import Lockstep, Mapped, within
 
@@ -83,6 +85,8 @@ class _Runner(TorchDispatchMode):
         self.alive: list[Any] = []  # types go by identity: nothing that has one may be forgotten
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and is_effect(func):
+            raise refuse_in_shard_map(func, self.mapped.line())
         name = func.overloadpacket.__name__
         collective = func.namespace == "vescale" and name in OPS
         result = self.collective(func, name, args) if collective else func(*args, **(kwargs or {}))

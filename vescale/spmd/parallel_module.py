@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from .dynamic import Dynamic
 from .functional import functional_call
 from .layout import Layout, replicated
 from .mesh import Mesh
-from .parallelize import Decision, Entry, Lowered, Parallelized
+from .parallelize import Decision, Entry, Lowered, Parallelized, drawing
 from .plan import Plan
 from .program.cache import CacheInfo
 from .program.partition import without_partials
@@ -363,7 +364,8 @@ class _Differentiated(Parallelized):
 
     def _run(self, entry: Entry, leaves: list[Any], hidden: list[Tensor]) -> Any:
         mesh, decision, halves = self._mesh, entry.decision, entry.program
-        found = halves.forward(self._enter(decision, leaves, hidden))
+        with drawing(entry, leaves):
+            found = halves.forward(self._enter(decision, leaves, hidden))
         results = [values[: halves.results] for values in found]
         residuals = [values[halves.results :] for values in found]
         results = own(results, [index for index in decision.aliases if index < halves.results])
@@ -372,7 +374,8 @@ class _Differentiated(Parallelized):
         places = [
             at for at in range(decision.out_spec.child(0).num_leaves) if _is_differentiable(outputs[at])
         ]
-        back = _Backward(mesh, halves, decision.out_layouts[halves.results :], chosen)
+        again = lambda: drawing(entry, leaves)  # noqa: E731
+        back = _Backward(mesh, halves, decision.out_layouts[halves.results :], chosen, again)
         kept = [*(value for values in residuals for value in values), *(leaves[at] for at in halves.read)]
         on_tape = _Tape.apply(back, kept, [outputs[at] for at in places], *chosen)
         for at, output in zip(places, on_tape, strict=True):  # pyright: ignore[reportArgumentType]
@@ -384,8 +387,15 @@ class _Differentiated(Parallelized):
 class _Backward:
     """The second half of a call."""
 
-    def __init__(self, mesh: Mesh, halves: _Halves, layouts: Sequence[Any], chosen: Sequence[Tensor]) -> None:
-        self.mesh, self.halves, self.layouts = mesh, halves, layouts
+    def __init__(
+        self,
+        mesh: Mesh,
+        halves: _Halves,
+        layouts: Sequence[Any],
+        chosen: Sequence[Tensor],
+        drawing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.mesh, self.halves, self.layouts, self.drawing = mesh, halves, layouts, drawing
         self.at = [tensor.layout if isinstance(tensor, DTensor) else None for tensor in chosen]
 
     def __call__(self, residuals: Sequence[Tensor], cotangents: Sequence[Any]) -> list[Tensor]:
@@ -396,7 +406,9 @@ class _Backward:
         for index, layout, dtype in self.halves.cotangents:
             for values, piece in zip(inputs, self._pieces(cotangents[index], layout, dtype), strict=True):
                 values.append(piece)
-        gradients = leave(self.mesh, self.halves.backward(inputs), self.layouts)
+        with self.drawing():
+            found = self.halves.backward(inputs)
+        gradients = leave(self.mesh, found, self.layouts)
         return [
             # A plain tensor is a global value, and so is its gradient.
             gradient.full_tensor() if layout is None else gradient.redistribute(without_partials(layout).spec)

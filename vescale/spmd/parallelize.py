@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -37,9 +38,11 @@ from .program.program import (
     aliases,
     as_lines,
     compile_partitioned,
+    drawn_from,
     sequence,
 )
 from .program.strict import refuse_unasked
+from .program.torch_draws import Source, using
 from .program.trace import Mark, Tracing, trace
 from .signature import PARTS, Arguments, Signature
 
@@ -148,6 +151,8 @@ class Decision:
     modules: tuple[torch.nn.Module, ...]  # that fn called
     out_kinds: tuple[Any, ...]
     places: Mapping[int, int]  # of the leaves that are tensors, among the inputs
+    sources: tuple[Source, ...] = ()  # the generators that it draws from
+    generators: tuple[torch.Generator, ...] = ()  # those of them that fn closes over
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,7 @@ class Entry:
     program: Any  # a Program, or whatever `_program` makes for `_run`
     closed_over: tuple[Getter, ...]
     set_apart: Apart
+    generators: tuple[Getter, ...] = ()  # closed-over ones
 
     def read(self) -> list[torch.Tensor] | None:
         """The closed-over tensors of this call, if the program takes them."""
@@ -252,7 +258,8 @@ class Parallelized:
         inputs = self._enter(decision, leaves, hidden)
         if decision.donated:
             self._donate_leaves(entry, leaves, inputs)
-        results = own(entry.program(inputs), decision.aliases)
+        with drawing(entry, leaves):
+            results = own(entry.program(inputs), decision.aliases)
         outputs = leave(mesh, results, decision.out_layouts, decision.out_kinds)
         return _tree.unflatten(decision.out_spec, outputs)
 
@@ -300,7 +307,9 @@ class Parallelized:
         self._guards.setdefault(signature.key, Guard()).watch(modules)
         places = getters(self._fn, modules, (tensor for _, tensor in decision.graph.hidden))
         program = self._program(decision)
-        entry = Entry(decision, program, places, Apart(getattr(program, "overwritten", frozenset())))
+        generators = getters(self._fn, (), decision.generators)
+        apart = Apart(getattr(program, "overwritten", frozenset()))
+        entry = Entry(decision, program, places, apart, generators)
         self._cache.put((*signature.key, self._module_state(signature.key)), entry)
         return entry
 
@@ -318,7 +327,9 @@ class Parallelized:
             out_spec[:] = [spec]
             return results
 
-        tracing = Tracing(activations=plan.activation_rules(), device=plan.device)
+        tracing = Tracing(
+            activations=plan.activation_rules(), device=plan.device, generators=signature.leaves
+        )
         inputs = [standing_for(TensorMeta.of(signature.leaves[index]), plan.device) for index in tensors]
         graph = cleanup(
             trace(
@@ -381,6 +392,8 @@ class Parallelized:
                 for value in [None if n is None else partitioned.values[n] for n in partitioned.outputs]
             ),
             {index: place for place, index in enumerate(tensors)},
+            drawn_from(partitioned),
+            tuple(tracing.closed),
         )
 
     def _layouts(
@@ -524,7 +537,7 @@ class Parallelized:
         shown = {
             path: f"{type(leaf).__name__} {TensorMeta.of(leaf)} {layout.spec}"
             if isinstance(leaf, torch.Tensor) and layout is not None
-            else f"static {leaf!r}"
+            else f"static {torch.Generator if isinstance(leaf, torch.Generator) else leaf!r}"
             for (path, leaf), layout in zip(leaves.items(), decision.layouts, strict=True)
         }
         plain = {
@@ -536,7 +549,22 @@ class Parallelized:
             f"closed-over tensor {number}": digest(tensor)
             for number, (_, tensor) in enumerate(decision.graph.hidden)
         }
-        return Record(self._calls, self._name, shown, sequence(decision.partitioned), checksums(lines), plain)
+        with using(signature.leaves, decision.generators):
+            generators = {
+                decision.paths[source.argument] if source.argument is not None else str(source): digest(
+                    source.find().get_state()
+                )
+                for source in decision.sources
+            }
+        calls = sequence(decision.partitioned)
+        return Record(self._calls, self._name, shown, calls, checksums(lines), plain, generators)
+
+
+def drawing(entry: Entry, leaves: list[Any]) -> AbstractContextManager[None]:
+    """Inside, the program finds the generators that it draws from."""
+    if not entry.decision.sources:
+        return nullcontext()
+    return using(leaves, [get() for get in entry.generators])
 
 
 def _owner(path: str, parameters: dict[str, Any]) -> Any:

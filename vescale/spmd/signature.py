@@ -98,6 +98,8 @@ def _leaf_key(leaf: Any) -> Any:
         return leaf._kind
     if isinstance(leaf, torch.Tensor):
         return (tuple(leaf.shape), leaf.dtype, leaf.device) if leaf.dim() else leaf.dtype
+    if isinstance(leaf, torch.Generator):
+        return torch.Generator, leaf.device  # its state is read when the program runs
     if isinstance(leaf, float):
         return repr(leaf)  # -0.0 == 0.0, and 1.0 == 1 == True
     try:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from .. import _tree
-from .._compat import base_tensor
+from .._compat import base_tensor, generator_key
 from .._errors import ArgumentError, explain
 from ..rng.reuse import paused
 from .dtensor import DTensor, place
 from .layout import Layout
 from .mesh import Mesh
 from .placements import P
+from .program.torch_draws import default_generator, set_torch_state, torch_state
 from .program.trace import Mark, Pin, Tracing, current_trace, gradient_of
 from .varying import joined
 
@@ -266,11 +267,39 @@ def vmap(
     return transformed
 
 
+class _Repeatable:
+    """A function that can be run again with the numbers that it drew from torch's generators before."""
+
+    def __init__(self, run: Callable, generators: Sequence[torch.Generator]) -> None:
+        self.run, self.generators = run, generators
+        self.states: list[torch.Tensor] = []
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        self.states = [torch_state(generator) for generator in self.generators]
+        return self.run(*tensors)
+
+    def again(self, *tensors: torch.Tensor) -> Any:
+        now = [torch_state(generator) for generator in self.generators]
+        for generator, state in zip(self.generators, self.states, strict=True):
+            set_torch_state(state, generator)
+        tracing = current_trace()
+        outer = tracing.repeated if tracing else None
+        if tracing is not None:
+            tracing.repeated = {generator_key(generator) for generator in self.generators}
+        try:
+            return self.run(*tensors)
+        finally:
+            if tracing is not None:
+                tracing.repeated = outer
+            for generator, state in zip(self.generators, now, strict=True):
+                set_torch_state(state, generator)
+
+
 class _Remat(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(run: Callable, *tensors: torch.Tensor) -> Any:
+    def forward(run: _Repeatable, *tensors: torch.Tensor) -> Any:
         return run(*tensors)
 
     @staticmethod
@@ -287,7 +316,7 @@ class _Remat(torch.autograd.Function):
             filled = list(tensors)
             for index, value in zip(chosen, values, strict=True):
                 filled[index] = value
-            return ctx.run(*filled)
+            return ctx.run.again(*filled)
 
         with paused():  # draws are repeated here, and that is meant
             both: Any = joined(lambda: torch.func.vjp(some, *(tensors[index] for index in chosen)))
@@ -303,8 +332,9 @@ class _Remat(torch.autograd.Function):
 def remat(fn: Callable) -> Callable:
     """fn, whose gradient keeps the arguments only and computes the rest again (JAX's remat).
 
-    Values and gradients are those of fn. Keyed draws inside are the same the second time, by
-    construction. Results are tensors; what fn closes over gets no gradient, so pass it.
+    Values and gradients are those of fn. Draws inside are the same the second time: keyed ones by
+    construction, torch's own because the states of the default generator and of those among the arguments
+    are kept. Results are tensors; what fn closes over gets no gradient, so pass it.
 
     >>> import torch
     >>> grad(remat(lambda x: x.sin().sum()))(torch.zeros(2))
@@ -325,7 +355,10 @@ def remat(fn: Callable) -> Callable:
             out_spec[:] = [made]
             return tuple(results)
 
-        results = _Remat.apply(run, *(leaves[index] for index in places))
+        devices = dict.fromkeys(("cpu", *(leaves[index].device.type for index in places)))
+        generators = [default_generator(device) for device in devices if device in ("cpu", "cuda")]
+        generators += [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        results = _Remat.apply(_Repeatable(run, generators), *(leaves[index] for index in places))
         return _tree.unflatten(out_spec[0], results)  # pyright: ignore[reportArgumentType]
 
     return transformed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from ..._errors import ConsistencyError, explain
 from ..agree import exchange
@@ -26,6 +26,7 @@ class Record:
     sequence: Sequence[str]  # collectives in order
     program: Sequence[int]  # checksums of the lines of the program, see `checksums`
     plain: Mapping[str, str]  # digests of plain tensors, by path
+    generators: Mapping[str, str] = field(default_factory=dict)  # digests of the states of what it draws from
 
 
 def checksums(lines: Sequence[str]) -> list[int]:
@@ -103,20 +104,36 @@ def first_difference(records: Mapping[int, Record]) -> str | None:
                     rule="all ranks run the same collectives in the same order",
                     remedy="look for a branch on the rank inside the function",
                 )
-    different = {
-        path: [rank for rank, record in records.items() if record.plain.get(path) != value]
-        for path, value in first.plain.items()
-    }
-    different = {path: ranks for path, ranks in different.items() if ranks}
-    if different:
-        listed = "; ".join(
-            f"{path} on rank {', '.join(map(str, ranks))}" for path, ranks in different.items()
-        )
+    where = f"call {first.call} of {first.function}"
+    listed = _different({rank: record.generators for rank, record in records.items()})
+    if listed:
+        return unequal_states(listed, where)
+    listed = _different({rank: record.plain for rank, record in records.items()})
+    if listed:
         return explain(
             f"plain tensors that differ from rank 0's: {listed}",
-            where=f"call {first.call} of {first.function}",
+            where=where,
             rule="a plain tensor is the global value, equal on all ranks",
             remedy="give all ranks the same, or say what each holds: "
             "vs.from_local(rows, mesh, vs.P(dp=vs.Shard(0)))",
         )
     return None
+
+
+def unequal_states(listed: str, where: str) -> str:
+    """The text of the error about generators that differ between ranks."""
+    return explain(
+        f"generators in other states than rank 0's: {listed}",
+        where=where,
+        rule="torch's random numbers are those of one device: all ranks start from the same state",
+        remedy="call torch.manual_seed(seed) with the same seed on all ranks, or draw with vs.rng keys",
+    )
+
+
+def _different(digests: Mapping[int, Mapping[str, str]]) -> str:
+    """What is not on all ranks as on rank 0, and on which it isn't; empty when all are alike."""
+    found = {
+        path: [rank for rank, theirs in digests.items() if theirs.get(path) != value]
+        for path, value in digests[0].items()
+    }
+    return "; ".join(f"{path} on rank {', '.join(map(str, ranks))}" for path, ranks in found.items() if ranks)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from .ir import Graph, Node, Ref, map_args, refs_of
+from .torch_draws import is_effect, set_torch_state, torch_state
 from .trace import is_strided_view
 
 aten = torch.ops.aten
@@ -29,7 +30,7 @@ IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 def cleanup(graph: Graph) -> Graph:
     """Drop aliases, undo transposes of transposes, share equal views, drop what nobody reads."""
-    return drop_dead(join_cross_entropy(share_views(in_values(join_checks(graph)))))
+    return drop_dead(join_cross_entropy(share_views(in_values(join_checks(without_states(graph))))))
 
 
 # What torch may only note on a tensor, to be done when it is read: a collective sends memory as it is.
@@ -137,12 +138,20 @@ def join_cross_entropy(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
+def without_states(graph: Graph) -> Graph:
+    """Without the states of generators that nobody draws from: a recomputation can't know that before."""
+    states = (torch_state, set_torch_state)
+    if any(is_effect(node.op) and node.op not in states for node in graph.nodes):
+        return graph
+    return replace(graph, nodes=tuple(node for node in graph.nodes if node.op not in states))
+
+
 def drop_dead(graph: Graph) -> Graph:
-    """Without nodes whose results nobody reads. Random draws are pure here: keyed, without a state."""
+    """Without nodes whose results nobody reads. Keyed draws are pure; torch's own move their generator."""
     needed = set(refs_of(graph.outputs))
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if any(out in needed for out in node.outs):
+        if is_effect(node.op) or any(out in needed for out in node.outs):
             kept.append(node)
             needed.update(node.refs())
     return replace(graph, nodes=tuple(reversed(kept)))

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ..._compat import FakeTensorMode, OpOverload, TorchDispatchMode
-from .emit import Call, Exchange, Instruction, Looks, StartExchange, WaitExchange
+from .emit import Call, DrawExchange, Exchange, Instruction, Looks, StartExchange, WaitExchange
 from .ir import Origin, Ref, map_args
 from .last_use import last_uses
 
@@ -70,6 +70,12 @@ def generate(
         elif isinstance(instruction, StartExchange):
             sources = "".join(f"{writer.variable(value)}, " for value in instruction.sources)
             lines.append(f"    t{instruction.ticket} = (yield {exchanges}, ({sources})).pop(){comment}")
+            exchanges += 1
+            kept = set()
+        elif isinstance(instruction, DrawExchange):
+            sources = "".join(f"{writer.variable(value)}, " for value in instruction.sources)
+            targets = "".join("_, " if value is None else f"v{value}, " for value in instruction.targets)
+            lines.append(f"    {targets and f'{targets}= '}yield {exchanges}, ({sources}){comment}")
             exchanges += 1
             kept = set()
         elif isinstance(instruction, WaitExchange):

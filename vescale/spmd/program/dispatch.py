@@ -11,7 +11,7 @@ writing to it, or reading it when the base was written since, is an error and no
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,19 +19,21 @@ from typing import Any
 import torch
 
 from ..._compat import OpOverload, functional_form, is_mutable, view_source, written_arguments
-from ..._errors import ArgumentError, ShardingError, explain
+from ..._errors import ArgumentError, ConsistencyError, ShardingError, explain
 from ..boundary import Static, enter, leave
 from ..dtensor import DTensor
 from ..layout import Layout, replicated
 from ..mesh import Mesh
 from . import foreach
+from .agreement import unequal_states
 from .cache import ProgramCache
 from .cleanup import in_values
 from .ir import Graph, Node, Ref, TensorMeta, map_args
 from .partition import Compute, Move, Partitioned, partition, without_partials
-from .program import Program, compile_partitioned
+from .program import Program, compile_partitioned, drawn_from
 from .running import updates_statistics
-from .trace import is_strided_view, trace
+from .torch_draws import using
+from .trace import Tracing, current_trace, is_strided_view, trace
 
 aten = torch.ops.aten
 
@@ -81,6 +83,10 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args[3].copy_(mean)
         args[4].copy_(var)
         return tuple(results)
+    if func is aten.rrelu_with_noise.default:
+        result, noise = aten.rrelu_with_noise_functional.default(*args, **kwargs)
+        args[1].copy_(noise)
+        return result
     tensors: list[torch.Tensor] = []
     skeleton = _skeleton((args, kwargs), tensors)
     mesh = _mesh(func, tensors)
@@ -125,9 +131,12 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _programs.put(key, found)
     if not _implicit.get():
         _refuse_moves(func, tensors, found.moves)
+    if found.draws and (tracing := current_trace()) is not None and tracing.unequal:
+        raise ConsistencyError(unequal_states(tracing.unequal, str(func)))
     mismatch = lambda index, leaf, layout: AssertionError(layout)  # noqa: E731
     inputs = enter(mesh, tensors, layouts, (), mismatch, found.strided)
-    outputs = leave(mesh, found.program(inputs), found.outputs)
+    with using((), found.generators) if found.generators else nullcontext():
+        outputs = leave(mesh, found.program(inputs), found.outputs)
     if written is not None:
         written.write(outputs[0]._locals)
         return written
@@ -147,6 +156,8 @@ class _Op:
     structure: type | None  # what holds several results
     moves: tuple[tuple[int, Layout], ...]  # the operands that move, and to which layout
     strided: bool  # takes operands that are not contiguous, as it would in a program
+    generators: tuple[torch.Generator, ...]  # that were passed
+    draws: bool  # from a generator of torch's
 
 
 def _compile(
@@ -170,7 +181,8 @@ def _compile(
         return [result]
 
     metas = [TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors]
-    graph = in_values(trace(call, metas, [f"operand {index}" for index in range(len(tensors))]))
+    tracing = Tracing()
+    graph = in_values(trace(call, metas, [f"operand {index}" for index in range(len(tensors))], tracing))
     pinned: frozenset[int] = frozenset()
     wishes: Sequence[Layout | None] = [None] * len(graph.outputs)
     if written is not None:
@@ -184,7 +196,9 @@ def _compile(
         for value, number in zip(graph.outputs, partitioned.outputs, strict=True)
     )
     moves, program = _moves(partitioned), compile_partitioned(partitioned, mesh)
-    return _Op(program, outputs, structure[0], moves, not moves and _takes_strides(partitioned))
+    strided = not moves and _takes_strides(partitioned)
+    draws = bool(drawn_from(partitioned))
+    return _Op(program, outputs, structure[0], moves, strided, tuple(tracing.closed), draws)
 
 
 def _without_stand_in(graph: Graph) -> Graph:

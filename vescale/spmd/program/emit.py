@@ -11,7 +11,7 @@ import torch
 from ..redistribute import bind_local
 from ..rules.notation import LocalCall
 from .ir import Origin, Ref, map_args, refs_of
-from .partition import Compute, Local, Move, Partitioned, Start, Wait
+from .partition import Compute, Draw, Local, Move, Partitioned, Start, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,24 @@ class WaitExchange:
         return list(self.targets)
 
 
-Instruction = Call | Exchange | StartExchange | WaitExchange
-EXCHANGES = (Exchange, StartExchange, WaitExchange)  # where a rank stops for the others
+@dataclass(frozen=True, slots=True)
+class DrawExchange:
+    """A draw of torch's, or what is done to its generator: the ranks that a process hosts share one."""
+
+    name: str
+    sources: tuple[int, ...]
+    targets: tuple[int | None, ...]
+    origin: Origin
+
+    def reads(self) -> Iterator[int]:
+        yield from self.sources
+
+    def makes(self) -> list[int]:
+        return [target for target in self.targets if target is not None]
+
+
+Instruction = Call | Exchange | StartExchange | WaitExchange | DrawExchange
+EXCHANGES = (Exchange, StartExchange, WaitExchange, DrawExchange)  # where a rank stops for the others
 
 Looks = Callable[[int], tuple[tuple[int, ...], torch.dtype]]
 
@@ -112,7 +128,9 @@ class Listing:
     device: str = "cpu"
 
 
-def emit(step: Compute | Move | Local | Start | Wait, partitioned: Partitioned, rank: int) -> Instruction:
+def emit(
+    step: Compute | Draw | Move | Local | Start | Wait, partitioned: Partitioned, rank: int
+) -> Instruction:
     """The instruction of `rank` for a step."""
     if isinstance(step, Local):
         taken = tuple(Ref(number) for number in step.operands)
@@ -123,6 +141,8 @@ def emit(step: Compute | Move | Local | Start | Wait, partitioned: Partitioned, 
         return StartExchange(step.sources, step.ticket, step.origin)
     if isinstance(step, Wait):
         return WaitExchange(step.start.ticket, step.start.sources, step.start.targets, step.start.origin)
+    if isinstance(step, Draw):
+        return DrawExchange(str(step), step.operands, step.results, step.origin)
     if isinstance(step, Move):
         if step.step.is_collective:
             return Exchange(step.source, step.target, step.origin)

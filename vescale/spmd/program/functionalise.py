@@ -15,9 +15,9 @@ import torch
 
 from ..._compat import FakeTensorMode, OpOverload, functional_form, is_mutable, view_source, written_arguments
 from ..._errors import TraceError, explain
-from ..rules.random import refused
 from .ir import Graph, Node, Ref, TensorMeta, map_args
 from .running import is_batch_norm, without_writes, writes_statistics
+from .torch_draws import overwrite
 
 aten = torch.ops.aten
 
@@ -26,6 +26,7 @@ _FORMS: dict[OpOverload, Callable[..., Any]] = {
     aten.zero_.default: lambda x: (aten.full_like.default, (x, 0)),
     # What is overwritten isn't read: `write` brings the source to its dtype and shape.
     aten.copy_.default: lambda x, source, non_blocking=False: (aten.clone.default, (source,)),
+    overwrite: lambda x, source: (aten.alias.default, (source,)),
     aten.relu_.default: lambda x: (aten.relu.default, (x,)),
     aten.polygamma_.default: lambda x, n: (aten.polygamma.default, (n, x)),
 }
@@ -56,9 +57,9 @@ class _Walk:
                 self.keep(replace(node, op=self.form(node)))
             elif is_batch_norm(node):
                 self.normalise(node)
-            elif is_mutable(node.op) and torch.Tag.nondeterministic_seeded not in node.op.tags:
+            elif is_mutable(node.op):
                 self.write(node)
-            else:  # an in-place draw too: the partition refuses torch's random ops, and says what to use
+            else:
                 self.keep(node)
         outputs = tuple(map_args(output, lambda ref: Ref(self.get(ref.id))) for output in self.graph.outputs)
         return replace(self.graph, nodes=tuple(self.nodes), outputs=outputs, metas=tuple(self.metas))
@@ -116,8 +117,6 @@ class _Walk:
         return form
 
     def write(self, node: Node) -> None:
-        if torch.Tag.nondeterministic_seeded in node.op.tags:
-            raise refused(node)
         written = written_arguments(node.op)
         if written != [0] or not isinstance(node.args[0], Ref) or len(node.outs) != 1:
             raise self.refuse(node, f"{node.op} writes to an argument")

@@ -31,7 +31,6 @@ from ..mapped_call import mapped_call
 from ..placements import P, Partial
 from ..redistribute_plan import Step, plan
 from ..rules.notation import Dims, Pattern, find_rule, is_source
-from ..rules.random import refused
 from .candidates import (
     REFUSED,
     Candidate,
@@ -47,6 +46,7 @@ from .candidates import (
 from .cause import Cause
 from .choice import Operand, choose
 from .ir import Graph, Node, Origin, Ref, TensorMeta, map_args, refs_of
+from .torch_draws import draws_from_nothing, is_effect, torch_draw
 from .trace import trace
 
 
@@ -109,6 +109,26 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """Draw from a generator of torch's, or read or set its state: an effect, where the function does it.
+
+    What reads no value has one result for each layout that is needed of what it draws; other ops run once on
+    whole values, and `results` are theirs.
+    """
+
+    node: Node
+    operands: tuple[int, ...]
+    results: tuple[int | None, ...]
+
+    @property
+    def origin(self) -> Origin:
+        return self.node.origin
+
+    def __str__(self) -> str:
+        return str(self.node.args[0]) if self.node.op is torch_draw else str(self.node.op)
+
+
+@dataclass(frozen=True, slots=True)
 class Local:
     """Run a function of a rank's local values that is no ATen call: what passes put into a program.
 
@@ -125,7 +145,7 @@ class Local:
     writes: bool = False
 
 
-AnyStep = Compute | Move | Map | Local | Start | Wait
+AnyStep = Compute | Draw | Move | Map | Local | Start | Wait
 
 
 def operands(step: AnyStep) -> tuple[int, ...]:
@@ -145,7 +165,7 @@ def results(step: AnyStep) -> tuple[int, ...]:
         return ()
     if isinstance(step, Wait):
         return step.start.targets
-    assert isinstance(step, (Compute, Map, Local))
+    assert isinstance(step, (Compute, Draw, Map, Local))
     return tuple(value for value in step.results if value is not None)
 
 
@@ -238,6 +258,9 @@ class _Walk:
         self.wishes = self.pulled_back()
         self.values: list[LocalValue] = []
         self.steps: list[AnyStep] = []
+        self.draws: dict[
+            int, int
+        ] = {}  # what is drawn -> its step, which has no results until they are needed
         self.unruled: list[Node] = []
         self.gradients: set[int] = set()
         self.pinned_gradients: set[int] = set()  # global values, by constraints on what they are gradients of
@@ -362,6 +385,12 @@ class _Walk:
     def make(self, value: int, target: Layout, cause: Cause, origin: Origin) -> int:
         """Make a deferred value in the layout in which it is needed."""
         node, pattern = self.deferred[value]
+        if value in self.draws and not target.partials:
+            number = self.made[value][target] = self.new(value, target)
+            step = self.steps[self.draws[value]]
+            assert isinstance(step, Draw)
+            self.steps[self.draws[value]] = replace(step, results=(*step.results, number))
+            return number
         broadcast = target.ragged is not None and any(
             dims and (len(dims) < len(target.shape) or not all(dims)) for dims in pattern.operands
         )
@@ -413,6 +442,13 @@ class _Walk:
         if node.op.name() == "vescale::mapped":
             self.map(node)
             return
+        if draws_from_nothing(node):
+            (out,) = node.outs
+            assert out is not None
+            self.deferred[out], self.made[out] = (node, whole_pattern(node, self.metas)), {}
+            self.draws[out] = len(self.steps)
+            self.steps.append(Draw(node, (), ()))
+            return
         operands = list(node.refs())
         pattern = self.pattern(node, operands)
         if self.defers(node, pattern):
@@ -457,6 +493,9 @@ class _Walk:
                     self.pinned.add(out)
             tensors += 1
             self.makers[out] = node
+        if is_effect(node.op):
+            self.steps.append(Draw(node, tuple(numbers), tuple(results)))
+            return
         self.steps.append(Compute(node, pattern, tuple(numbers), tuple(results)))
         for out in node.outs:
             if out is not None and self.uses[out] > 1 and self.home(out).partials:
@@ -511,9 +550,8 @@ class _Walk:
         """The node's pattern, its factors cut where the digits of its operands start."""
         rule = find_rule(node.op)
         if rule is None:
-            if torch.Tag.nondeterministic_seeded in node.op.tags:
-                raise refused(node)
-            self.unruled.append(node)
+            if operands and node.op.namespace == "aten":
+                self.unruled.append(node)
             return whole_pattern(node, self.metas)
         pattern = rule(node, self.metas)
         for index, value in enumerate(operands):
@@ -682,7 +720,8 @@ def live(steps: Sequence[AnyStep], outputs: Sequence[int | None]) -> tuple[AnySt
     waited: set[int] = set()  # the tickets of starts that are needed
     kept: list[AnyStep] = []
     for step in reversed(steps):
-        if needed.intersection(results(step)) or (isinstance(step, Start) and step.ticket in waited):
+        begins = isinstance(step, Start) and step.ticket in waited
+        if begins or isinstance(step, Draw) or needed.intersection(results(step)):
             kept.append(step)
             needed.update(operands(step))
             if isinstance(step, Wait):

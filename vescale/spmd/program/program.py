@@ -25,6 +25,7 @@ from ..redistribute import Collective, bind
 from . import passes
 from .cause import REFUSED
 from .codegen import generate
+from .draw import BoundDraw, bind_draw
 from .emit import Call, Instruction, Listing, emit
 from .ir import Graph, Ref, TensorMeta, map_args
 from .mapped import (
@@ -36,8 +37,9 @@ from .mapped import (
     local_instruction,
     same,
 )
-from .partition import AnyStep, Compute, Local, Map, Move, Partitioned, Start, Wait
+from .partition import AnyStep, Compute, Draw, Local, Map, Move, Partitioned, Start, Wait, results
 from .passes.memory import Memory
+from .torch_draws import Source, torch_draw
 from .wire import mapped_wires
 
 
@@ -111,14 +113,19 @@ def _collective_moves(step: AnyStep) -> tuple[Move, ...]:
     return (step,) if isinstance(step, Move) and step.step.is_collective else ()
 
 
-def sequence(partitioned: Partitioned) -> tuple[str, ...]:
-    """The collectives as ranks compare them: with layouts, so that a sum and a maximum never meet."""
+def sequence(partitioned: Partitioned, draws: bool = False) -> tuple[str, ...]:
+    """The collectives as ranks compare them: with layouts, so that a sum and a maximum never meet.
+
+    With `draws` torch's random ops too, where the ranks that one process hosts stop as well.
+    """
     found: list[str] = []
     for step in partitioned.steps:
         if isinstance(step, Map):
             found += map(str, collectives_of(mapped_call(step.handle).traced))
         elif isinstance(step, Wait):
             found.append(f"the end of {_told(step.start.moves, partitioned)}")
+        elif isinstance(step, Draw):
+            found += [str(step)] if draws else []
         elif moves := _collective_moves(step):
             found.append(_told(moves, partitioned))
     return tuple(found)
@@ -134,6 +141,17 @@ def _told(moves: Sequence[Move], partitioned: Partitioned) -> str:
     return "; ".join(told)
 
 
+def drawn_from(partitioned: Partitioned) -> tuple[Source, ...]:
+    """The generators of torch's that a program draws from."""
+    found: list[Source] = []
+    for step in partitioned.steps:
+        if isinstance(step, Draw):
+            given = (*step.node.args, *step.node.kwargs.values())
+            named = [arg for arg in given if isinstance(arg, Source)]
+            found += named or [Source(partitioned.values[results(step)[0]].meta.device.type)]
+    return tuple(dict.fromkeys(found))
+
+
 def as_lines(partitioned: Partitioned, graph: Graph) -> list[str]:
     """The program as ranks compare it: instructions, without where they came from, and static results."""
     lines = [line.split("  # ")[0] for line in as_text(partitioned).splitlines()]
@@ -147,7 +165,7 @@ def aliases(partitioned: Partitioned, inputs: set[int]) -> tuple[int, ...]:
         if isinstance(step, Move):
             if not step.step.is_collective and step.source in shared:
                 shared.add(step.target)
-        elif isinstance(step, (Start, Wait)):  # what a collective returns is memory of its own
+        elif isinstance(step, (Draw, Start, Wait)):  # what they return is memory of its own
             continue
         elif isinstance(step, Local):
             if (step.shares or step.writes) and shared.intersection(step.operands):
@@ -189,18 +207,23 @@ def as_text(partitioned: Partitioned) -> str:
             operands = ", ".join(f"v{number}" for number in step.operands)
             shown = ", ".join(look(number) for number in step.results)
             lines.append(f"{shown} = {step.name} ({operands})  # {step.origin}")
+        elif isinstance(step, Draw):
+            shown = ", ".join(look(number) if number is not None else "_" for number in step.results)
+            what = f"{step} from {step.node.args[1]}" if step.node.op is torch_draw else _called(step)
+            lines.append(f"{f'{shown} = ' if shown else ''}draw {what}  # {step.node.origin}")
         else:
             shown = ", ".join(look(number) if number is not None else "_" for number in step.results)
-            lines.append(f"{shown} = {step.node.op}({_arguments(step)})  # {step.node.origin}")
+            lines.append(f"{shown} = {_called(step)}  # {step.node.origin}")
     outputs = ", ".join(f"v{number}" if number is not None else "-" for number in partitioned.outputs)
     return "\n".join([*lines, f"return {outputs}"])
 
 
-def _arguments(step: Compute) -> str:
+def _called(step: Compute | Draw) -> str:
     numbers = iter(step.operands)
     local = lambda ref: Ref(next(numbers, -1))  # noqa: E731
     args = [str(map_args(arg, local)) for arg in step.node.args]
-    return ", ".join(args + [f"{name}={map_args(value, local)}" for name, value in step.node.kwargs.items()])
+    named = [f"{name}={map_args(value, local)}" for name, value in step.node.kwargs.items()]
+    return f"{step.node.op}({', '.join([*args, *named])})"
 
 
 class Program:
@@ -267,7 +290,7 @@ class Program:
         try:
             return self.exchanges[number](values)
         except RuntimeError as error:
-            if self.mesh.is_simulated:
+            if isinstance(self.exchanges[number], BoundDraw) or self.mesh.is_simulated:
                 raise
             raise ConsistencyError(
                 stuck(self.mesh, f"collective {number}: {self.labels[number]}", error)
@@ -369,9 +392,11 @@ def compile_partitioned(partitioned: Partitioned, mesh: Mesh, *, optimise: bool 
             exchanges.append(waits[step.start.ticket])
         elif isinstance(step, Move) and step.step.is_collective:
             exchanges.append(bind(step.step, mesh))
+        elif isinstance(step, Draw):
+            exchanges.append(bind_draw(step, partitioned, mesh))
     made = final_listing if optimise else listing
     listings = [made(partitioned, rank) for rank in mesh.local_ranks]
-    return Program(mesh, listings, exchanges, sequence(partitioned))
+    return Program(mesh, listings, exchanges, sequence(partitioned, draws=True))
 
 
 # Mapped functions: nothing is decided, the function says what it communicates.

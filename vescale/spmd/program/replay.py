@@ -18,7 +18,7 @@ from torch.utils import flop_counter
 from ..._compat import FakeTensorMode, OpOverload, TorchDispatchMode, is_mutable, written_arguments
 from ..rules.softmax import cross_entropy_backward
 from .codegen import Looks
-from .emit import Call, Exchange, Instruction, StartExchange, WaitExchange
+from .emit import Call, DrawExchange, Exchange, Instruction, StartExchange, WaitExchange
 from .ir import Origin, map_args, refs_of
 from .last_use import last_uses
 from .wire import Wire, together
@@ -125,6 +125,12 @@ def replay(
                 for number in instruction.targets:
                     keep(number, blank(number), started[instruction.ticket])
                 events.append(Event("wait", instruction.origin, region, 0, 0, 0, 0))
+                continue
+            if isinstance(instruction, DrawExchange):
+                for number in instruction.makes():
+                    keep(number, blank(number), at)
+                written = sum(values[number].nbytes for number in instruction.makes())
+                events.append(Event(instruction.name, instruction.origin, region, 0, 0, written, 0))
                 continue
             watch, made = _call(instruction, values)
             for out, tensor in zip(instruction.outs, made):

@@ -14,7 +14,7 @@ import torch
 from ..._errors import TraceError, explain
 from ..rules.elementwise import broadcast_pattern
 from ..rules.notation import rule
-from .partition import AnyStep, Compute, Partitioned, Start, Wait, operands, results
+from .partition import AnyStep, Compute, Draw, Partitioned, Start, Wait, operands, results
 
 _library = torch.library.Library("vescale", "FRAGMENT")
 _library.define("cotangent(Tensor out, int index) -> Tensor")
@@ -47,7 +47,7 @@ class Split:
 def split(partitioned: Partitioned, count: int) -> Split:
     """The half that the first `count` outputs need, and the half that the other outputs need besides."""
     steps, outputs = partitioned.steps, partitioned.outputs
-    forward = _ancestors(steps, outputs[:count], frozenset())
+    forward = _ancestors(steps, outputs[:count], frozenset(), False)
     arriving = {
         step.results[0]: step.node.args[1]
         for step in steps
@@ -55,7 +55,7 @@ def split(partitioned: Partitioned, count: int) -> Split:
     }
     made = {number for index in forward for number in results(steps[index])}
     known = frozenset((*made, *partitioned.inputs, *(n for n in arriving if n is not None)))
-    backward = _ancestors(steps, outputs[count:], known)
+    backward = _ancestors(steps, outputs[count:], known, True)
     read = {n for index in backward for n in operands(steps[index])}
     read.update(n for n in outputs[count:] if n is not None)
     residuals = tuple(sorted(n for n in read & known if n not in arriving))
@@ -76,13 +76,17 @@ def split(partitioned: Partitioned, count: int) -> Split:
     )
 
 
-def _ancestors(steps: Sequence[AnyStep], wanted: Sequence[int | None], known: frozenset[int]) -> list[int]:
-    """The steps, in order, that make the wanted values of the known ones."""
+def _ancestors(
+    steps: Sequence[AnyStep], wanted: Sequence[int | None], known: frozenset[int], backward: bool
+) -> list[int]:
+    """The steps, in order, that make the wanted values of the known ones; and the draws of that half."""
     needed = {number for number in wanted if number is not None}
     waited: set[int] = set()
     found = []
     for index, step in reversed(tuple(enumerate(steps))):
         begins = isinstance(step, Start) and step.ticket in waited
+        if isinstance(step, Draw):  # draws when the function does
+            begins = (step.origin.region == "backward") is backward
         if begins or any(number in needed and number not in known for number in results(step)):
             found.append(index)
             needed.update(operands(step))

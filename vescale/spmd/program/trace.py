@@ -27,6 +27,7 @@ from ..._compat import (
     OpOverload,
     TorchDispatchMode,
     data_dependent_errors,
+    generator_key,
     is_mutable,
     no_modes,
 )
@@ -36,6 +37,18 @@ from ..mesh import Mesh
 from ..placements import P
 from .functionalise import functionalise
 from .ir import Graph, Node, Origin, Ref, TensorMeta, map_args
+from .torch_draws import (
+    Source,
+    Stream,
+    decomposition,
+    default_generator,
+    is_effect,
+    overwrite,
+    refuse_in_shard_map,
+    replaced,
+    stream_of,
+    torch_draw,
+)
 
 aten = torch.ops.aten
 
@@ -109,6 +122,10 @@ class Tracing:
     seen: dict[torch.nn.Module, str] = field(default_factory=dict)  # paths of the modules that ran
     roots: dict[torch.nn.Module, None] = field(default_factory=dict)  # those not called by another one
     device: torch.device | None = None  # for which closed-over tensors on the meta device stand
+    generators: Sequence[Any] = ()  # leaves of the arguments, the generators among them
+    closed: list[torch.Generator] = field(default_factory=list)  # generators that the function closes over
+    repeated: set[int] | None = None  # in a recomputation: the keys of the generators whose states were kept
+    unequal: str = ""  # the ranks that start from other states of the default generator, where that is known
 
 
 _current: ContextVar[Tracing | None] = ContextVar("vescale_trace", default=None)
@@ -226,12 +243,27 @@ class _Recorder(TorchDispatchMode):
             known = self.known_value(self.ids[id(args[0])])
             if known is not None:
                 return known
+        if torch.Tag.nondeterministic_seeded in func.tags and func.namespace == "aten":
+            if self.tracing.observer is not None and is_effect(func):
+                raise refuse_in_shard_map(func, self.line)
+            instead = decomposition(func, args)
+            if instead is not None:
+                with self:
+                    return instead(*args, **kwargs)
         run: Any = SHAPED.get(func) or func
         result = run(*args, **kwargs)
         if is_mutable(func):
             self.wrote = self.line
         outs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         self.check_strided(func, outs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            source = self.source((*args, *kwargs.values()), outs)
+            stream = stream_of(func, args, kwargs, result) if func.namespace == "aten" else None
+            if stream is not None:
+                assert isinstance(result, torch.Tensor)
+                self.draw(stream, source, result, args[0] if is_mutable(func) else None)
+                return result
+            args, kwargs = replaced(func, args, kwargs, source)
         if self.tracing.observer is not None:
             self.tracing.observer.call(func, (*args, *kwargs.values()), outs)
         node = Node(
@@ -242,9 +274,67 @@ class _Recorder(TorchDispatchMode):
             Origin(self.line, self.tracing.modules[-1] if self.tracing.modules else "", self.tracing.region),
             isinstance(result, (tuple, list)),
         )
+        self.note(node)
+        return result
+
+    def note(self, node: Node) -> None:
         self.nodes.append(node)
         self.makers.update((out, node) for out in node.outs if out is not None)
-        return result
+
+    def draw(
+        self, stream: Stream, source: Source, result: torch.Tensor, written: torch.Tensor | None
+    ) -> None:
+        """Notes a draw of torch's that made `result`, or wrote it to `written`."""
+        modules = self.tracing.modules
+        origin = Origin(self.line, modules[-1] if modules else "", self.tracing.region)
+        order, shape = stream.order, stream.shape
+        chain: list[tuple[Any, tuple[Any, ...]]] = []  # what makes the result of the draw
+        if order != tuple(range(len(order))):
+            chain.append((aten.permute.default, (tuple(order.index(dim) for dim in range(len(order))),)))
+        if result.is_complex():
+            chain.append((aten.view_as_complex.default, ()))
+        if written is not None:
+            chain.append((overwrite, ()))
+        with self.fake_mode:
+            value = torch.empty([shape[dim] for dim in order], dtype=stream.dtype, device=stream.device)
+            op, rest, operands = torch_draw, (stream, source), ()
+            for following, arguments in chain:
+                number = self.number(value)
+                self.note(Node(op, (*operands, *rest), {}, (number,), origin))
+                if following is overwrite:
+                    operands, rest = (self.refer(written), Ref(number)), ()
+                else:
+                    value = following(value, *arguments)
+                    operands, rest = (Ref(number),), arguments
+                op = following
+        self.note(Node(op, (*operands, *rest), {}, (self.number(result),), origin))
+
+    def source(self, given: Sequence[Any], outs: Sequence[Any]) -> Source:
+        """The generator of a random call."""
+        found = next((value for value in given if isinstance(value, torch.Generator)), None)
+        if found is None:
+            tensors = [value for value in (*outs, *given) if isinstance(value, torch.Tensor)]
+            return Source(tensors[0].device.type if tensors else "cpu")
+        key, device = generator_key(found), found.device.type
+        if self.tracing.repeated is not None and key not in self.tracing.repeated:
+            raise TraceError(
+                explain(
+                    "a draw from a closed-over generator inside vs.remat",
+                    where=self.line,
+                    rule="what is computed again draws the same numbers, of generators that are arguments",
+                    remedy="pass the generator to the function that vs.remat wraps",
+                )
+            )
+        for index, leaf in enumerate(self.tracing.generators):
+            if isinstance(leaf, torch.Generator) and generator_key(leaf) == key:
+                return Source(device, argument=index)
+        if key == generator_key(default_generator(device)):
+            return Source(device)
+        closed = self.tracing.closed
+        keys = [generator_key(other) for other in closed]
+        if key not in keys:
+            closed.append(found)
+        return Source(device, closed=keys.index(key) if key in keys else len(keys))
 
     def in_memory_order(self, base: torch.Tensor) -> torch.Tensor:
         """A view of `base` with its dims in the order of its memory, through which as_strided sees the same.

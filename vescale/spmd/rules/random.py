@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ... import rng as _rng  # noqa: F401  (defines the ops)
-from ..._errors import ShardingError, explain
 from ...rng.numbers import compressed
 from ..layout import Layout
 from ..program.ir import Node, TensorMeta
@@ -18,18 +17,6 @@ from .elementwise import broadcast_pattern
 from .notation import LocalCall, Pattern, rule, source
 
 ops = torch.ops.vescale
-
-
-def refused(node: Node) -> ShardingError:
-    """The error for torch's own random ops, whose generator each rank would advance on its own."""
-    return ShardingError(
-        explain(
-            f"{node.op}, a random op of torch",
-            where=node.origin,
-            rule="torch's own random ops are not sharded yet",
-            remedy="draw with a key: vs.rng.normal(key, shape), vs.rng.uniform(key, shape)",
-        )
-    )
 
 
 def _own_numbers(call: LocalCall) -> LocalCall:

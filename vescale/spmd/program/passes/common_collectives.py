@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..partition import AnyStep, Compute, Map, Move, Partitioned
+from ..partition import AnyStep, Compute, Draw, Map, Move, Partitioned
 
 
 def common_collectives(partitioned: Partitioned) -> Partitioned:
@@ -25,7 +25,7 @@ def common_collectives(partitioned: Partitioned) -> Partitioned:
                 same[step.target] = made[key]
                 continue
             made.setdefault(key, step.target)
-        elif isinstance(step, (Compute, Map)):
+        elif isinstance(step, (Compute, Draw, Map)):
             step = replace(step, operands=tuple(same.get(value, value) for value in step.operands))
         steps.append(step)
     return replace(partitioned, steps=tuple(steps))

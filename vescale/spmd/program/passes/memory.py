@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ...._compat import OpOverload, is_mutable, view_source
-from ..emit import Call, Exchange, Instruction, Listing, StartExchange, WaitExchange
+from ..emit import Call, DrawExchange, Exchange, Instruction, Listing, StartExchange, WaitExchange
 from ..ir import Ref, refs_of
 
 aten = torch.ops.aten
@@ -48,6 +48,8 @@ class Memory:
                 self.origins[target] = everything | {target}
         elif isinstance(instruction, StartExchange):
             pass
+        elif isinstance(instruction, DrawExchange):
+            self.origins.update((target, frozenset({target})) for target in instruction.makes())
         elif instruction.overwrites:
             for out, operand in zip(instruction.outs, instruction.overwrites, strict=True):
                 if out is not None:

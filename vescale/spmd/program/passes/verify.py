@@ -22,6 +22,7 @@ from ..last_use import last_uses
 from ..partition import (
     AnyStep,
     Compute,
+    Draw,
     Map,
     Move,
     Partitioned,
@@ -136,6 +137,8 @@ def _collectives(steps: Sequence[AnyStep]) -> list[Any]:
 
 
 def _draw(step: AnyStep) -> Any:
+    if isinstance(step, Draw):
+        return step
     if isinstance(step, Compute) and torch.Tag.nondeterministic_seeded in step.node.op.tags:
         return step.node
     return None
