@@ -8,8 +8,9 @@ the steps and the bits of any other redistribution.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -43,6 +44,11 @@ class Bucket:
     def dtype(self) -> torch.dtype:
         """The dtype at rest."""
         return self.plan.specs[0].dtype
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """The number of each name."""
+        return {name: number for number, name in enumerate(self.names)}
 
     @property
     def label(self) -> str:

@@ -16,14 +16,21 @@ from ..spmd.placements import P
 from ..spmd.plan import Parameter, Staged, Staging
 from .blocks import Block, default_block
 from .bucket import Bucket
+from .buffer_plan import BufferPlan
 from .padding import check_padding
-from .planner import plan_buckets
+from .planner import plan_buckets, plan_buffer
 from .spec import TensorSpec
 
 if TYPE_CHECKING:
     from .config import FSDP
 
 Path = str
+
+# A bucket is split when its shards become smaller by this part and by so many bytes: each further buffer
+# costs a gather or two and a reduction a step.
+PART_SAVED, BYTES_SAVED = 0.05, 64 * 1024
+# Bytes of padding a shard that are never too much: what alignment costs a few scalars is no fault of a plan.
+PADDING_FREE = 4 * 1024
 
 
 @lru_cache(maxsize=64)
@@ -32,7 +39,8 @@ def stage(fsdp: FSDP, mesh: AbstractMesh, parameters: tuple[Parameter, ...]) -> 
 
     Parameters without elements or dims stay whole, and so do all over an axis of one rank. Raises PlanError
     for wraps and blocks that match nothing, wraps that overlap, parameters that are cut unevenly
-    over other axes already, and padding above `max_padding`.
+    over other axes already, and padding above `max_padding`. The parameters of a bucket share one buffer, unless
+    several make the shards smaller by 5% and 64 KiB. Padding up to 4 KiB a shard is never refused.
     """
     for axis in fsdp.axes:
         mesh.check_axis(axis, where=f"FSDP(axis={axis!r})")
@@ -53,8 +61,11 @@ def stage(fsdp: FSDP, mesh: AbstractMesh, parameters: tuple[Parameter, ...]) -> 
             TensorSpec.of(one.path, runs[one.path].local_shape(0), dtype, blocks[one.path]) for one in group
         ]
         low = fsdp.param_dtype if fsdp.param_dtype is not None and dtype.is_floating_point else dtype
-        for plan in plan_buckets(specs, shards):
-            check_padding(plan, fsdp.max_padding)
+        plans = _buffers(specs, shards)
+        padding = sum(plan.padding for plan in plans) * dtype.itemsize
+        if padding > PADDING_FREE * shards:
+            check_padding(plans, fsdp.max_padding)
+        for plan in plans:
             names = tuple(spec.name for spec in plan.specs)
             rest = []
             for spec in plan.specs:
@@ -78,6 +89,16 @@ def stage(fsdp: FSDP, mesh: AbstractMesh, parameters: tuple[Parameter, ...]) -> 
                 )
             )
     return Staging(entries, tuple(buckets), fsdp.param_dtype, fsdp.reduce_dtype)
+
+
+def _buffers(specs: Sequence[TensorSpec], shards: int) -> tuple[BufferPlan, ...]:
+    """One buffer for the tensors of a bucket, or several where that saves memory worth a collective each."""
+    single, split = plan_buffer(specs, shards), plan_buckets(specs, shards)
+    if len(split) == 1:
+        return split
+    saved = single.shard_size - sum(plan.shard_size for plan in split)
+    worth = saved > single.shard_size * PART_SAVED and saved * specs[0].dtype.itemsize > BYTES_SAVED
+    return split if worth else (single,)
 
 
 def _wraps(fsdp: FSDP, paths: Sequence[Path]) -> dict[Path, str]:
