@@ -151,7 +151,7 @@ def test_integers_scalars_empty_ones_and_few_elements():
 
     batch = make_batch()
     run, placed = vs.parallelize(step, plan), vs.distribute(params, plan)
-    close(run(placed, batch), step(params, batch))
+    close(run(placed, batch), step(params, batch), bound=1e-6)  # a part of the loss is in float32
     lowered = run.lower(placed, batch)
     assert kinds(lowered).count(("reduce_scatter", "dp")) == 4  # float32 is a bucket of its own
 
