@@ -124,7 +124,10 @@ def ours_and_theirs(name):
         updates, state = opt.update(grads, state, params)
         return vs.optim.apply_updates(params, updates), state, loss
 
-    run, params = vs.parallelize(step, plan, donate=("params", "state")), vs.distribute(parameters(model), plan)
+    run, params = (
+        vs.parallelize(step, plan, donate=("params", "state")),
+        vs.distribute(parameters(model), plan),
+    )
     state = opt.init(params)
 
     theirs, *_ = MODELS[name]()
@@ -144,7 +147,8 @@ def ours_and_theirs(name):
         torch.distributed.all_reduce(mean)
         losses.append((loss.full_tensor().item(), (mean / 2).item()))
     equal = {
-        name: torch.equal(params[name].full_tensor(), p.full_tensor()) for name, p in theirs.named_parameters()
+        name: torch.equal(params[name].full_tensor(), p.full_tensor())
+        for name, p in theirs.named_parameters()
     }
     return losses, equal
 

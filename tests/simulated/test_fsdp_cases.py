@@ -15,7 +15,7 @@ def plan_on(axes, axis="dp", rules=None, inputs=("batch",), **config):
     mesh = vs.make_mesh(axes)
     rows = vs.P(**{name: vs.Shard(0) for name in axes if name != "tp"})
     config = {"wrap": WRAP, **config}
-    return vs.Plan(mesh, rules, {name: rows for name in inputs}, fsdp=vs.FSDP(axis, **config))
+    return vs.Plan(mesh, rules, dict.fromkeys(inputs, rows), fsdp=vs.FSDP(axis, **config))
 
 
 def kinds(lowered):
@@ -65,7 +65,7 @@ def test_a_parameter_that_is_used_twice_is_reduced_once():
 
     def tied(params, batch):
         again = {**params["blocks"], "1": params["blocks"]["0"]}
-        return loss_fn({**params, "blocks": again}, batch) 
+        return loss_fn({**params, "blocks": again}, batch)
 
     lowered = check(tied, params, plan_on({"dp": 4}), make_batch())
     assert kinds(lowered).count(("reduce_scatter", "dp")) == 2  # the second block isn't used
@@ -144,7 +144,11 @@ def test_integers_scalars_empty_ones_and_few_elements():
     def step(params, batch):
         def inner(trained, order):
             batch2 = batch[:, order] * trained["scale"] + trained["one"]
-            return loss_fn(trained, batch2) + (batch2[:, :5].float() @ trained["half"]).sum().double() / ROWS + trained["empty"].sum()
+            return (
+                loss_fn(trained, batch2)
+                + (batch2[:, :5].float() @ trained["half"]).sum().double() / ROWS
+                + trained["empty"].sum()
+            )
 
         trained = {name: value for name, value in params.items() if name != "order"}
         return vs.value_and_grad(inner)(trained, params["order"])

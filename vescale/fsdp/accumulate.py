@@ -48,7 +48,12 @@ def accumulate(partitioned: Partitioned) -> Partitioned:
     inner: set[int] = set()  # those that are only read to make others
     for at, step in enumerate(program.steps):
         read = operands(step)
-        if not isinstance(step, Compute) or len(results(step)) != 1 or not read or not late.keys() >= set(read):
+        if (
+            not isinstance(step, Compute)
+            or len(results(step)) != 1
+            or not read
+            or not late.keys() >= set(read)
+        ):
             continue
         if any(len(users[number]) > 1 or number in outputs for number in read):
             continue

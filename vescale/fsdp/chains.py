@@ -44,7 +44,9 @@ def chains(steps: Sequence[AnyStep], names: Sequence[str], outputs: Sequence[int
 
 def pending(layout: Layout, axes: Sequence[str]) -> Layout:
     """The layout with sums pending over some more axes."""
-    return Layout(layout.mesh, P.of([*layout.spec.items(), *((axis, Partial()) for axis in axes)]), layout.shape)
+    return Layout(
+        layout.mesh, P.of([*layout.spec.items(), *((axis, Partial()) for axis in axes)]), layout.shape
+    )
 
 
 def sums(values: Sequence[LocalValue], number: int, axes: Sequence[str]) -> bool:

@@ -14,7 +14,6 @@ from .editing import Program, is_cast, is_view, listed, origin_of, renamed
 from .memory import shard_of, views
 
 
-
 @dataclass
 class _Gather:
     """One gather of a bucket: who uses it, and under which names."""
@@ -141,7 +140,14 @@ def _start(
     shard = program.new(bucket.shape, bucket.dtype, shard_layout)
     pieces = tuple(parameters[name] for name in bucket.names)
     steps: list[AnyStep] = [
-        Local(f"shard of {bucket.label}", lambda rank: listed(shard_of(bucket, rank)), pieces, (shard,), origin, shares=True)
+        Local(
+            f"shard of {bucket.label}",
+            lambda rank: listed(shard_of(bucket, rank)),
+            pieces,
+            (shard,),
+            origin,
+            shares=True,
+        )
     ]
     if bucket.gather_dtype != bucket.dtype:
         low = program.new(bucket.shape, bucket.gather_dtype, shard_layout)
@@ -163,5 +169,3 @@ def _start(
     take = lambda rank: views([in_whole(bucket, rank)[index] for index in there])  # noqa: E731
     end.append(Local(f"parameters of {bucket.label}", take, (whole,), named, origin, shares=True))
     return steps, end
-
-

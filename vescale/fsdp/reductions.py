@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..spmd.program.cause import Cause
-from ..spmd.program.partition import AnyStep, Local, Move, operands, results
+from ..spmd.program.partition import AnyStep, Local, Move, operands
 from ..spmd.redistribute_plan import plan
 from .bucket import Bucket, in_shard, in_whole
 from .chains import Chain, chains, pending, sums

@@ -44,6 +44,8 @@ def stage(fsdp: FSDP, mesh: AbstractMesh, parameters: tuple[Parameter, ...]) -> 
     """
     for axis in fsdp.axes:
         mesh.check_axis(axis, where=f"FSDP(axis={axis!r})")
+    # The order of a plan must not be that in which somebody happens to list the parameters.
+    parameters = tuple(sorted(parameters, key=lambda parameter: parameter.path))
     paths = [parameter.path for parameter in parameters]
     wraps = _wraps(fsdp, paths)
     blocks = _blocks(fsdp, parameters)
