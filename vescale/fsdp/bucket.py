@@ -74,9 +74,28 @@ class Bucket:
         }
         return Layout(mesh, spec[placement], self.shape)
 
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of a rank's shard at rest."""
+        return self.plan.shard_size * self.dtype.itemsize
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the gathered buffer."""
+        return self.shape[0] * self.gather_dtype.itemsize
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes of a shard that no parameter fills, of an average rank, rounded up."""
+        return -(-self.plan.padding * self.dtype.itemsize // self.plan.num_shards)
+
     def __str__(self) -> str:
-        size = self.shape[0] * self.dtype.itemsize
-        return f"bucket {self.label}: {len(self.names)} parameters, {size:,} B gathered"
+        over = f"{self.axis}, replicas over {'+'.join(self.replicas)}" if self.replicas else self.axis
+        return (
+            f"bucket {self.label}: {len(self.names)} parameters over {over}, "
+            f"shard {self.shard_nbytes:,} B of {str(self.dtype).removeprefix('torch.')}, "
+            f"gathered {self.gathered_nbytes:,} B, padding {self.padding_nbytes:,} B a rank"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 Path = str
 
-# A bucket is split when its shards become smaller by this part and by so many bytes: each further buffer
-# costs a gather or two and a reduction a step.
-PART_SAVED, BYTES_SAVED = 0.05, 64 * 1024
+# A bucket is split when its buffer becomes smaller by this part and by so many bytes. Each further buffer is a
+# gather or two and a reduction a step, which cost what about a megabyte on the wire does.
+PART_SAVED, BYTES_SAVED = 0.05, 1 << 20
 # Bytes of padding a shard that are never too much: what alignment costs a few scalars is no fault of a plan.
 PADDING_FREE = 4 * 1024
 
@@ -39,11 +39,15 @@ def stage(fsdp: FSDP, mesh: AbstractMesh, parameters: tuple[Parameter, ...]) -> 
 
     Parameters without elements or dims stay whole, and so do all over an axis of one rank. Raises PlanError
     for wraps and blocks that match nothing, wraps that overlap, parameters that are cut unevenly
-    over other axes already, and padding above `max_padding`. The parameters of a bucket share one buffer, unless
-    several make the shards smaller by 5% and 64 KiB. Padding up to 4 KiB a shard is never refused.
+    over other axes already, and padding above `max_padding`. The parameters of a bucket share one buffer,
+    unless several are smaller by 5% and 1 MiB, or one would pad too much. Padding up to 4 KiB a shard is
+    never refused.
     """
     for axis in fsdp.axes:
-        mesh.check_axis(axis, where=f"FSDP(axis={axis!r})")
+        try:
+            mesh.check_axis(axis, where=f"FSDP(axis={axis!r})")
+        except LayoutError as error:
+            raise PlanError(str(error)) from None
     # The order of a plan must not be that in which somebody happens to list the parameters.
     parameters = tuple(sorted(parameters, key=lambda parameter: parameter.path))
     paths = [parameter.path for parameter in parameters]
@@ -63,9 +67,8 @@ def stage(fsdp: FSDP, mesh: AbstractMesh, parameters: tuple[Parameter, ...]) -> 
             TensorSpec.of(one.path, runs[one.path].local_shape(0), dtype, blocks[one.path]) for one in group
         ]
         low = fsdp.param_dtype if fsdp.param_dtype is not None and dtype.is_floating_point else dtype
-        plans = _buffers(specs, shards)
-        padding = sum(plan.padding for plan in plans) * dtype.itemsize
-        if padding > PADDING_FREE * shards:
+        plans = _buffers(specs, shards, fsdp.max_padding)
+        if _pads(plans, fsdp.max_padding):
             check_padding(plans, fsdp.max_padding)
         for plan in plans:
             names = tuple(spec.name for spec in plan.specs)
@@ -93,14 +96,20 @@ def stage(fsdp: FSDP, mesh: AbstractMesh, parameters: tuple[Parameter, ...]) -> 
     return Staging(entries, tuple(buckets), fsdp.param_dtype, fsdp.reduce_dtype)
 
 
-def _buffers(specs: Sequence[TensorSpec], shards: int) -> tuple[BufferPlan, ...]:
-    """One buffer for the tensors of a bucket, or several where that saves memory worth a collective each."""
+def _buffers(specs: Sequence[TensorSpec], shards: int, max_padding: float) -> tuple[BufferPlan, ...]:
+    """One buffer for the tensors of a bucket, or several where that is worth it, or where one pads too much."""
     single, split = plan_buffer(specs, shards), plan_buckets(specs, shards)
-    if len(split) == 1:
-        return split
     saved = single.shard_size - sum(plan.shard_size for plan in split)
-    worth = saved > single.shard_size * PART_SAVED and saved * specs[0].dtype.itemsize > BYTES_SAVED
-    return split if worth else (single,)
+    much = saved * shards * specs[0].dtype.itemsize > BYTES_SAVED
+    worth = much and saved > single.shard_size * PART_SAVED
+    return split if worth or _pads((single,), max_padding) else (single,)
+
+
+def _pads(plans: Sequence[BufferPlan], max_padding: float) -> bool:
+    """Whether that is more padding than allowed, and not just what alignment costs."""
+    padding, elements = sum(plan.padding for plan in plans), sum(plan.elements for plan in plans)
+    free = PADDING_FREE * plans[0].num_shards // plans[0].specs[0].dtype.itemsize
+    return padding > max(max_padding * elements, free)
 
 
 def _wraps(fsdp: FSDP, paths: Sequence[Path]) -> dict[Path, str]:
@@ -185,7 +194,14 @@ def _runs(fsdp: FSDP, mesh: AbstractMesh, parameters: Sequence[Parameter]) -> di
         else:
             found[parameter.path] = layout
     if problems:
-        raise PlanError("\n".join(["these parameters can't be sharded as FSDP says:", *problems]))
+        raise PlanError(
+            explain(
+                "; ".join(problems),
+                where=f"FSDP over {fsdp.shard_axis}",
+                rule="it shards what the params rules say over one more axis, in pieces of equal size",
+                remedy="rules that leave the axis alone and divide evenly, or a vs.Staged for these parameters",
+            )
+        )
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,9 +45,14 @@ class Lowered:
         self._partitioned, self._inputs = partitioned, inputs or Inputs()
         self._replays: dict[int, Replay] = {}
 
+    @property
+    def buckets(self) -> tuple[Any, ...]:
+        """The parameters that are gathered and reduced together, those of `Plan(fsdp=)`."""
+        return tuple(self._partitioned.facts.notes.get("buckets", ()))
+
     def as_text(self) -> str:
         """The program, one instruction a line, with the layout of each value and where it came from."""
-        return as_text(self._partitioned)
+        return "\n".join([*map(str, self.buckets), as_text(self._partitioned)])
 
     def source(self, rank: int = 0) -> str:
         """The generated Python of a rank of the mesh."""
