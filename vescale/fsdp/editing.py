@@ -14,6 +14,7 @@ from ..spmd.program.ir import Origin, TensorMeta
 from ..spmd.program.partition import (
     AnyStep,
     Compute,
+    Local,
     LocalValue,
     Move,
     Partitioned,
@@ -35,6 +36,7 @@ class Program:
         self.steps: list[AnyStep] = list(partitioned.steps)
         self.values = list(partitioned.values)
         self.tickets = count()
+        self.gradients = set(partitioned.gradients)
 
     def ticket(self) -> int:
         """A number for a collective that is started."""
@@ -83,7 +85,9 @@ class Program:
 
     def finished(self) -> Partitioned:
         steps = live(self.steps, self.old.outputs)
-        return replace(self.old, steps=steps, values=tuple(self.values))
+        return replace(
+            self.old, steps=steps, values=tuple(self.values), gradients=frozenset(self.gradients)
+        )
 
 
 def renamed(step: AnyStep, names: Mapping[int, int], made: bool = False) -> AnyStep:
@@ -112,6 +116,26 @@ def is_cast(step: AnyStep) -> bool:
 def is_view(step: AnyStep) -> bool:
     """Whether a step takes a view of one value."""
     return isinstance(step, Compute) and step.pattern.view
+
+
+def local(
+    name: str,
+    make: Callable[[int], Callable[..., Any]],
+    operands: tuple[int, ...],
+    results: tuple[int, ...],
+    origin: Origin,
+    *,
+    shares: bool = False,
+    writes: bool = False,
+) -> Local:
+    """A step of functions `make(rank)` that return a list of results; they are called `name` in a program."""
+
+    def called(rank: int) -> Callable[..., Any]:
+        run = make(rank)
+        run.__name__ = name
+        return run
+
+    return Local(name, called, operands, results, origin, shares, writes)
 
 
 def listed(run: Callable[..., Any]) -> Callable[..., list[Any]]:

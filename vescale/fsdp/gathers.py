@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..spmd.program.cause import Cause
-from ..spmd.program.partition import AnyStep, Local, Move, Start, Wait, operands, results
+from ..spmd.program.partition import AnyStep, Move, Start, Wait, operands, results
 from ..spmd.redistribute_plan import plan
 from .bucket import Bucket, in_whole
-from .editing import Program, is_cast, is_view, listed, origin_of, renamed
+from .editing import Program, is_cast, is_view, listed, local, origin_of, renamed
 from .memory import shard_of, views
 
 
@@ -140,7 +140,7 @@ def _start(
     shard = program.new(bucket.shape, bucket.dtype, shard_layout)
     pieces = tuple(parameters[name] for name in bucket.names)
     steps: list[AnyStep] = [
-        Local(
+        local(
             f"shard of {bucket.label}",
             lambda rank: listed(shard_of(bucket, rank)),
             pieces,
@@ -152,7 +152,7 @@ def _start(
     if bucket.gather_dtype != bucket.dtype:
         low = program.new(bucket.shape, bucket.gather_dtype, shard_layout)
         cast = lambda rank: lambda flat: [flat.to(bucket.gather_dtype)]  # noqa: E731
-        steps.append(Local(f"cast to {bucket.gather_dtype}", cast, (shard,), (low,), origin))
+        steps.append(local(f"cast to {bucket.gather_dtype}", cast, (shard,), (low,), origin))
         shard = low
     (step,) = plan(shard_layout, whole_layout)
     whole = program.new(bucket.shape, bucket.gather_dtype, whole_layout)
@@ -167,5 +167,5 @@ def _start(
     there = tuple(gather.members.values())
     named = tuple(gather.names.get(value, value) for value in gather.members)
     take = lambda rank: views([in_whole(bucket, rank)[index] for index in there])  # noqa: E731
-    end.append(Local(f"parameters of {bucket.label}", take, (whole,), named, origin, shares=True))
+    end.append(local(f"parameters of {bucket.label}", take, (whole,), named, origin, shares=True))
     return steps, end

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..spmd.program.cause import Cause
-from ..spmd.program.partition import AnyStep, Local, Move, operands
+from ..spmd.program.partition import AnyStep, Move, operands
 from ..spmd.redistribute_plan import plan
 from .bucket import Bucket, in_shard, in_whole
 from .chains import Chain, chains, pending, sums
-from .editing import Program, is_cast, listed, origin_of
+from .editing import Program, is_cast, listed, local, origin_of
 from .memory import Write, empty_gradients, views
 
 
@@ -71,7 +71,7 @@ def _reduce(program: Program, bucket: Bucket, group: Sequence[Chain]) -> None:
     make = lambda rank: listed(empty_gradients(bucket, rank, dtype, there))  # noqa: E731
     first, like = makers[sources[there[0]]], program.old.inputs[0]  # any: it says on which device
     after: dict[int, list[AnyStep]] = {
-        first: [Local(f"gradients of {bucket.label}", make, (like,), (buffer,), origin)]
+        first: [local(f"gradients of {bucket.label}", make, (like,), (buffer,), origin)]
     }
     for index in there:
         at, source = makers[sources[index]], sources[index]
@@ -85,15 +85,16 @@ def _reduce(program: Program, bucket: Bucket, group: Sequence[Chain]) -> None:
         grown = program.copy(buffer)
         into = lambda rank, index=index: Write(in_whole(bucket, rank)[index])  # noqa: E731
         name = f"write the gradient of {bucket.names[index]}"
-        steps.append(Local(name, into, (buffer, source), (grown,), here, writes=True))
+        steps.append(local(name, into, (buffer, source), (grown,), here, writes=True))
         buffer = grown
     for step in plan(partial, bucket.flat(mesh, "shard")):
         reduced = program.new(bucket.shape, dtype, step.dst)
         cause = Cause(f"gradients of {bucket.label}, {len(there)} of {len(bucket.names)}", "plan")
         after[end].append(Move(step, buffer, reduced, cause, origin))
+        program.gradients |= {buffer, reduced}
         buffer = reduced
     take = lambda rank: views([in_shard(bucket, rank)[index] for index in there])  # noqa: E731
     targets = tuple(final[index] for index in there)
     name = f"gradients at rest of {bucket.label}"
-    after[end].append(Local(name, take, (buffer,), targets, origin, shares=True))
+    after[end].append(local(name, take, (buffer,), targets, origin, shares=True))
     program.edit({}, after, dropped)

@@ -11,7 +11,7 @@ import torch
 
 from .program.cost import CostAnalysis, Rates
 from .program.memory import MemoryAnalysis, kinds_of, memory_analysis
-from .program.partition import Move, Partitioned
+from .program.partition import Local, Move, Partitioned, Wait, operands, results
 from .program.program import Collectives, as_text, collectives, listing, source_of
 from .program.replay import Replay, replay
 from .program.wire import wires
@@ -75,9 +75,10 @@ class Lowered:
         }
         gathered = set(inputs.parameters)
         for step in partitioned.steps:
-            if isinstance(step, Move) and step.source in gathered:
-                gathered.add(step.target)
-        named = dict.fromkeys(gathered, "gathered parameters") | kinds
+            # A bucket's shard is made of parameters, and its views of what was gathered.
+            if set(operands(step)) & gathered and isinstance(step, (Move, Wait, Local)):
+                gathered.update(results(step))
+        named = dict.fromkeys(gathered - partitioned.gradients, "gathered parameters") | kinds
         kind_of = kinds_of(named, partitioned.gradients, partitioned.outputs)
         return memory_analysis(self._replay(rank), rank, kind_of, inputs.paths)
 
