@@ -35,7 +35,7 @@ def toy_step(opt):
 
 
 def train(mesh, case, schedule=None):
-    """Every output of some steps, as the ranks of this process hold them: of GPT, or of the toy at a schedule."""
+    """Every output of some steps, as the ranks here hold them: of GPT, or of the toy at a schedule."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the bits of a matmul depend on it
     _, axis, rules = CASES[case]
@@ -112,7 +112,7 @@ def loss_of(model, batch, params=None):
 
 
 def ours_and_theirs(name):
-    """Losses, and whether each parameter has the bits of FSDP2's after some steps: [(loss, loss)], {name: equal}."""
+    """After some steps: [(our loss, theirs)], and of each parameter whether it has the bits of FSDP2's."""
     torch.set_num_threads(1)
     model, wrap, blocks, batches = MODELS[name]()
     mesh = vs.make_mesh({"dp": 2})

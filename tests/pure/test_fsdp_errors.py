@@ -44,9 +44,7 @@ REFUSED = {
         "blocks.0.w of shape (64, 64), P(dp=Shard(0)) in use: placed over dp already",
     ),
     "a replica axis that a rule uses": (
-        lambda: resolve(
-            BLOCKS, vs.FSDP(("r", "dp")), {"head": vs.P(r=vs.Shard(0))}, {"r": 2, "dp": 2}
-        ),
+        lambda: resolve(BLOCKS, vs.FSDP(("r", "dp")), {"head": vs.P(r=vs.Shard(0))}, {"r": 2, "dp": 2}),
         "placed over r already",
     ),
     "an uneven split": (
@@ -102,5 +100,7 @@ def test_a_bucket_is_split_only_where_that_saves_memory_worth_a_collective():
 
 
 def test_the_order_of_the_parameters_counts_for_nothing():
-    forward, backward = (resolve(dict(items), vs.FSDP("dp")) for items in (BLOCKS.items(), reversed(BLOCKS.items())))
+    forward, backward = (
+        resolve(dict(items), vs.FSDP("dp")) for items in (BLOCKS.items(), reversed(BLOCKS.items()))
+    )
     assert {entry.path: entry.rest for entry in forward} == {entry.path: entry.rest for entry in backward}

@@ -1,4 +1,4 @@
-"""Buffers of FSDP: what lies where, that nothing is copied between collectives and uses, and groups of tensors."""
+"""Buffers of FSDP: what lies where, that nothing is copied on the way, and groups of tensors."""
 
 import gc
 import weakref
@@ -98,8 +98,10 @@ def test_parameters_lie_in_the_gathered_buffer_and_gradients_are_sent_from_their
     step = vs.parallelize(gpt.train_step(model, vs.optim.adamw(1e-3)), plan)
     params = vs.distribute(gpt.parameters(model), plan)
     step(params, vs.optim.adamw(1e-3).init(params), gpt.batch())
-    assert len(gathered) == 2 * 5 and all(gathered)
-    assert len(sent) == 2 * 3 and sorted(sent) == sorted(buffer.data_ptr() for buffer in made)
+    assert len(gathered) == 2 * 5
+    assert all(gathered)
+    assert len(sent) == 2 * 3
+    assert sorted(sent) == sorted(buffer.data_ptr() for buffer in made)
 
 
 def step_listing(monkeypatch, model, plan):
@@ -119,7 +121,7 @@ def step_listing(monkeypatch, model, plan):
 
 
 def test_a_train_step_copies_what_is_counted_and_nothing_else(monkeypatch):
-    """Of a block: the gradients of layer norms, which `out=` would copy too. Outside: those and embeddings'."""
+    """Copied are gradients of layer norms and embeddings, which `out=` would copy too."""
     model = gpt.make_model()
     plan = vs.Plan(
         vs.make_mesh({"dp": 2}), inputs={"batch": vs.P(dp=vs.Shard(0))}, fsdp=vs.FSDP("dp", r"blocks\.\d+")
@@ -165,10 +167,12 @@ def out_cases():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "run", "shapes"), list(out_cases()), ids=lambda v: v if isinstance(v, str) else ""
-)
-def test_which_out_overloads_write_directly(name, run, shapes):
+OUT_CASES = {name: case for name, *case in out_cases()}
+
+
+@pytest.mark.parametrize("name", OUT_CASES)
+def test_which_out_overloads_write_directly(name):
+    run, shapes = OUT_CASES[name]
     flat = torch.zeros(sum(torch.Size(shape).numel() for shape in shapes))
     parts = flat.split([torch.Size(shape).numel() for shape in shapes])
     out = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -262,7 +266,8 @@ def test_a_buffer_in_low_precision():
     for buffer in buffers:
         low = buffer.cast(torch.bfloat16)
         for name, value in buffer.all_gather().items():
-            assert value.dtype == torch.bfloat16 and buffer[name].dtype == torch.float32
+            assert value.dtype == torch.bfloat16
+            assert buffer[name].dtype == torch.float32
             assert torch.equal(value.full_tensor(), low[name].full_tensor())
             assert torch.equal(value.full_tensor(), buffer[name].full_tensor().bfloat16())
 
@@ -336,3 +341,19 @@ def test_nothing_is_left_of_a_step_but_its_results():
     gc.collect()
     held = [x for x in gc.get_objects() if type(x) is torch.Tensor and tuple(x.shape) in sizes]
     assert not held
+
+
+def test_buckets_are_printed_and_drawn(tmp_path):
+    params, batch, plan = make_params(), make_batch(), plan_on("hsdp")
+    run = vs.parallelize(lambda params, batch: vs.value_and_grad(loss_fn)(params, batch), plan)
+    lowered = run.lower(vs.distribute(params, plan), batch)
+    text, table = lowered.as_text(), str(plan.resolve(params))
+    for bucket in lowered.buckets:
+        assert str(bucket) in text
+        assert str(bucket) in table
+    assert "bucket blocks.0: 2 parameters over dp, replicas over r" in text
+    assert "start all_gather over dp" in text
+    assert "= parameters of blocks.0 (" in text
+    assert "= write the gradient of blocks.0.w (" in text
+    lowered.visualize(tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 10_000

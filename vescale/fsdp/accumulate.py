@@ -4,9 +4,9 @@
     r2 = reduce(g2)                         r = reduce(g)
     r = add(r1, r2)
 
-So a loop of `value_and_grad` over microbatches reduces as often as one batch does. Between the two the sum
-is held before its reduction, as large as the parameters in use. Scaling by a number on the way, as a mean takes
-it, is moved along.
+So a loop of `value_and_grad` over microbatches reduces as often as one batch does. In between the sum is held
+before its reduction, as large as the parameters in use. Scaling by a number on the way, as a mean takes it,
+is moved along.
 """
 
 from __future__ import annotations

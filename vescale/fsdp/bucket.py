@@ -92,7 +92,8 @@ class Bucket:
     def __str__(self) -> str:
         over = f"{self.axis}, replicas over {'+'.join(self.replicas)}" if self.replicas else self.axis
         return (
-            f"bucket {self.label}: {len(self.names)} parameters over {over}, "
+            f"{f'bucket {self.name}' if self.name else self.label}: {len(self.names)} parameters "
+            f"over {over}, "
             f"shard {self.shard_nbytes:,} B of {str(self.dtype).removeprefix('torch.')}, "
             f"gathered {self.gathered_nbytes:,} B, padding {self.padding_nbytes:,} B a rank"
         )

@@ -85,7 +85,7 @@ class DBuffer(TensorGroup):
     # Moving.
 
     def all_gather(self) -> dict[str, DTensor]:
-        """The members in the layout and dtype in use, views of the whole buffer. One all-gather, none if gathered.
+        """The members in the layout and dtype in use, views of the whole buffer: one all-gather, or none.
 
         Where that is another dtype than the one at rest the shard is cast first, one copy.
         """

@@ -85,9 +85,7 @@ class Program:
 
     def finished(self) -> Partitioned:
         steps = live(self.steps, self.old.outputs)
-        return replace(
-            self.old, steps=steps, values=tuple(self.values), gradients=frozenset(self.gradients)
-        )
+        return replace(self.old, steps=steps, values=tuple(self.values), gradients=frozenset(self.gradients))
 
 
 def renamed(step: AnyStep, names: Mapping[int, int], made: bool = False) -> AnyStep:

@@ -35,7 +35,7 @@ def bucket_reductions(program: Program, buckets: Sequence[Bucket]) -> None:
 
 
 def _reduce(program: Program, bucket: Bucket, group: Sequence[Chain]) -> None:
-    """One reduction for a gradient of some parameters of a bucket, if nobody reads one before the last is there."""
+    """One reduction for gradients of a bucket, if nobody reads one before the last is there."""
     users, makers = program.users(), program.made_at()
     mesh, outputs, index_of = bucket.rest[0].mesh, set(program.old.outputs), bucket.index
     # Over replicas the whole shard is reduced at once, when that is pending for all.

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Path = str
 
-# A bucket is split when its buffer becomes smaller by this part and by so many bytes. Each further buffer is a
-# gather or two and a reduction a step, which cost what about a megabyte on the wire does.
+# A bucket is split when its buffer becomes smaller by this part and by so many bytes. Each further buffer is
+# a gather or two and a reduction a step, which cost what about a megabyte on the wire does.
 PART_SAVED, BYTES_SAVED = 0.05, 1 << 20
 # Bytes of padding a shard that are never too much: what alignment costs a few scalars is no fault of a plan.
 PADDING_FREE = 4 * 1024
@@ -97,7 +97,7 @@ def stage(fsdp: FSDP, mesh: AbstractMesh, parameters: tuple[Parameter, ...]) -> 
 
 
 def _buffers(specs: Sequence[TensorSpec], shards: int, max_padding: float) -> tuple[BufferPlan, ...]:
-    """One buffer for the tensors of a bucket, or several where that is worth it, or where one pads too much."""
+    """One buffer for the tensors of a bucket, or several where it is worth it or one pads too much."""
     single, split = plan_buffer(specs, shards), plan_buckets(specs, shards)
     saved = single.shard_size - sum(plan.shard_size for plan in split)
     much = saved * shards * specs[0].dtype.itemsize > BYTES_SAVED
@@ -199,7 +199,7 @@ def _runs(fsdp: FSDP, mesh: AbstractMesh, parameters: Sequence[Parameter]) -> di
                 "; ".join(problems),
                 where=f"FSDP over {fsdp.shard_axis}",
                 rule="it shards what the params rules say over one more axis, in pieces of equal size",
-                remedy="rules that leave the axis alone and divide evenly, or a vs.Staged for these parameters",
+                remedy="rules that leave the axis alone and divide evenly, or a vs.Staged for these",
             )
         )
     return found

@@ -19,7 +19,7 @@ from .program.memory import MemoryAnalysis
 
 @dataclass(frozen=True)
 class BucketEstimate:
-    """A bucket of parameters on one rank: bytes of its shard, of the gathered buffer, and of what pads the shard."""
+    """A bucket on one rank: bytes of its shard, of the gathered buffer, and of what pads the shard."""
 
     name: str
     parameters: int
@@ -32,8 +32,8 @@ class BucketEstimate:
 class Estimate:
     """What one rank of a mesh would hold and send in a call; bytes. Prints as a table.
 
-    `memory` and `cost` are the analyses that it is made of, and say what they leave out. Gathered and gradient
-    buffers are counted with their padding, arguments without: what pads them is `padding`.
+    `memory` and `cost` are the analyses that it is made of, and say what they leave out. Gathered and
+    gradient buffers are counted with their padding, arguments without: what pads them is `padding`.
     """
 
     mesh: AbstractMesh
@@ -118,7 +118,9 @@ def estimate(
     if not isinstance(plan, Plan):
         raise ArgumentError(
             explain(
-                f"estimate(fn, {plan!r}, ...)", rule="the second argument is a vs.Plan", remedy="pass the plan"
+                f"estimate(fn, {plan!r}, ...)",
+                rule="the second argument is a vs.Plan",
+                remedy="pass the plan",
             )
         )
     sizes = dict(mesh) if isinstance(mesh, Mapping) else {}

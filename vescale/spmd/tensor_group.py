@@ -20,8 +20,9 @@ aten = torch.ops.aten
 class TensorGroup(Mapping[str, DTensor]):
     """DTensors of one mesh by name, and what is done to all of them at once.
 
-    In-place operations take a few calls for the group, and the norm one reduction, whatever
-    the placements are. Members may differ in dtype: each keeps its own, and so does what is done to it. Raises ArgumentError for members of several meshes, or that are no DTensors.
+    In-place operations take a few calls for the group, and the norm one reduction, whatever the placements
+    are. Members may differ in dtype; each keeps its own. Raises ArgumentError for members of several meshes,
+    or that are no DTensors.
 
     >>> from vescale.spmd.dtensor import distribute_tensor
     >>> from vescale.spmd.mesh import make_mesh

@@ -6,9 +6,9 @@
     q2 = sub(p2, u2)                q2 = sub(p2, u2)
 
 An optimizer as one writes it makes an update for every parameter and applies them later; the updates of a
-large model then live together. An elementwise call that frees as much as it makes is moved up to where its last
-operand is made; what it needs besides, of inputs alone, is made right before it. An input that the call
-uses up has been read by everybody else by then, so that it can still be overwritten.
+large model then live together. An elementwise call that frees as much as it makes is moved up to where its
+last operand is made; what it needs besides, of inputs alone, is made right before it. An input that the
+call uses up has been read by everybody else by then, so that it can still be overwritten.
 """
 
 from __future__ import annotations
