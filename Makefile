@@ -31,6 +31,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/layouts.py --check
 	$(BIN)/python benchmarks/planner.py --check
 	$(BIN)/python benchmarks/rng.py --check
+	$(BIN)/python benchmarks/fsdp.py --check
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -38,6 +38,7 @@ from .spmd.placements import (
 # plans and programs
 from .spmd import plans
 from .spmd.plan import Plan, Staged
+from .spmd.estimate import estimate
 
 # functions on local shards, and what they communicate
 from .spmd.shard_map import shard_map
@@ -95,6 +96,7 @@ __all__ = [
     "constrain",
     "distribute",
     "distribute_tensor",
+    "estimate",
     "from_local",
     "from_torch",
     "fsdp",

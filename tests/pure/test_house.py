@@ -54,6 +54,7 @@ PUBLIC = [
     "functional",
     "init",
     "plans",
+    "estimate",
     "shard_map",
     "all_gather",
     "all_to_all",

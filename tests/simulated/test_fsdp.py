@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vescale as vs
-from tests import gpt
+from tests import gpt, models
 from vescale.fsdp.memory import packed
 
 WRAP = r"blocks\.\d+"
@@ -60,6 +60,49 @@ def make_plan(shape, axis, params, **config):
     mesh = vs.make_mesh(shape)
     rows = vs.P(**{name: vs.Shard(0) for name in shape if name != "tp"})
     return vs.Plan(mesh, params, {"batch": rows}, fsdp=vs.FSDP(axis, WRAP, **config))
+
+
+MODELS = {
+    "mixtral": (models.mixtral, vs.plans.mixtral, "batched_mm"),
+    "llama": (models.llama, vs.plans.llama, "sdpa"),
+}
+HF_MESHES = [
+    ("mixtral", {"dp": 2}, "dp"),
+    ("mixtral", {"dp": 4}, "dp"),
+    ("mixtral", {"replica": 2, "dp": 2}, ("replica", "dp")),
+    ("mixtral", {"dp": 2, "tp": 2}, "dp"),
+    ("llama", {"dp": 2, "tp": 2}, "dp"),
+]
+
+
+@pytest.mark.parametrize(("name", "axes", "axis"), HF_MESHES, ids=str)
+def test_three_steps_of_real_models_equal_plain_torch(name, axes, axis):
+    """Unchanged models of another library, under the ready-made plans with `fsdp=`."""
+    make, ready, how = MODELS[name]
+    model, mesh = make(how), vs.make_mesh(axes)
+    rows = vs.P(**{axis: vs.Shard(0) for axis in axes if axis != "tp"})
+    fsdp = vs.Plan(mesh, inputs={"batch": rows}, fsdp=vs.FSDP(axis, r"model\.layers\.\d+"))
+    plan, opt, loss_fn = ready(mesh) | fsdp, vs.optim.adamw(1e-3), models.loss_of(model)
+
+    def step(params, state, batch):
+        loss, grads = vs.value_and_grad(loss_fn)(params, batch)
+        updates, state = opt.update(grads, state, params)
+        return vs.optim.apply_updates(params, updates), state, loss, grads
+
+    batch = {"input_ids": models.tokens(), "labels": models.tokens()}
+    run, theirs = vs.parallelize(step, plan, donate=("params", "state")), models.parameters(model)
+    ours, their_state = vs.distribute(theirs, plan), opt.init(theirs)
+    state = opt.init(ours)
+    for _ in range(STEPS):
+        ours, state, loss, grads = run(ours, state, batch)
+        theirs, their_state, their_loss, their_grads = step(theirs, their_state, batch)
+        torch.testing.assert_close(loss.full_tensor(), their_loss, rtol=0, atol=1e-10)
+    close(grads, their_grads)
+    close(ours, theirs)
+    found = run.lower(ours, state, batch).collectives()
+    assert sum(c.kind == "all_gather" and c.axis == "dp" for c in found) == 2 * 2 + 1
+    assert sum(c.kind == "reduce_scatter" for c in found) == 3
+    assert not [c for c in found if "no rule" in c.cause]
 
 
 @pytest.mark.parametrize("case", MESHES)

@@ -211,7 +211,7 @@ OPS = [
     lambda x, y: torch.lerp(x, y, 0.25),
     lambda x, y: x + x / (y * y + 1),
     lambda x, y: x.t().contiguous().t() if x.dim() == 2 else x,
-    lambda x, y: x.view(-1).view(x.shape) * 2,
+    lambda x, y: x.reshape(-1).view(x.shape) * 2,
     lambda x, y: x - x.sum(0),
     lambda x, y: vs.constrain(x, P()),
     lambda x, y: vs.constrain(x, P(dp=Shard(0))).exp(),

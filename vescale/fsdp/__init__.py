@@ -7,6 +7,7 @@ works), `buckets` (which tensors share a buffer).
 """
 
 from ..spmd.program.passes import DECISIONS, LISTING, Pass, register
+from .accumulate import accumulate
 from .blocks import Block, Cuts, Elements, Rows, Tile, Whole, default_block
 from .bucket import Bucket
 from .buffer_plan import BufferPlan
@@ -19,6 +20,7 @@ from .recompute import recompute
 from .schedule import schedule
 from .spec import TensorSpec
 
+register(Pass("accumulate", DECISIONS, accumulate, rewrites=True))
 register(Pass("recompute", DECISIONS, recompute))
 register(Pass("buckets", DECISIONS, schedule, rewrites=True))
 register(Pass("into_buffer", LISTING, into_buffer), before="fuse_foreach")

@@ -8,8 +8,9 @@ the steps and the bits of any other redistribution.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -44,6 +45,11 @@ class Bucket:
         """The dtype at rest."""
         return self.plan.specs[0].dtype
 
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """The number of each name."""
+        return {name: number for number, name in enumerate(self.names)}
+
     @property
     def label(self) -> str:
         """What errors and programs call it."""
@@ -68,9 +74,29 @@ class Bucket:
         }
         return Layout(mesh, spec[placement], self.shape)
 
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of a rank's shard at rest."""
+        return self.plan.shard_size * self.dtype.itemsize
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the gathered buffer."""
+        return self.shape[0] * self.gather_dtype.itemsize
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes of a shard that no parameter fills, of an average rank, rounded up."""
+        return -(-self.plan.padding * self.dtype.itemsize // self.plan.num_shards)
+
     def __str__(self) -> str:
-        size = self.shape[0] * self.dtype.itemsize
-        return f"bucket {self.label}: {len(self.names)} parameters, {size:,} B gathered"
+        over = f"{self.axis}, replicas over {'+'.join(self.replicas)}" if self.replicas else self.axis
+        return (
+            f"{f'bucket {self.name}' if self.name else self.label}: {len(self.names)} parameters "
+            f"over {over}, "
+            f"shard {self.shard_nbytes:,} B of {str(self.dtype).removeprefix('torch.')}, "
+            f"gathered {self.gathered_nbytes:,} B, padding {self.padding_nbytes:,} B a rank"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,8 @@ class FSDP:
         prefetch: int = 1,
         max_padding: float = 0.25,
     ) -> None:
-        self.axes = (axis,) if isinstance(axis, str) else tuple(axis)
-        self.wrap = (wrap,) if isinstance(wrap, str) else tuple(wrap)
+        self.axes = _strings(axis, "axis")
+        self.wrap = _strings(wrap, "wrap")
         self.block = dict(block or {})
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
@@ -79,8 +79,7 @@ class FSDP:
         return {name: x for bucket in buckets for name, x in DBuffer.placed(bucket, tensors).items()}
 
     def _check(self) -> None:
-        named = all(isinstance(axis, str) for axis in self.axes)
-        if not named or not 1 <= len(self.axes) <= 2 or len(set(self.axes)) != len(self.axes):
+        if not 1 <= len(self.axes) <= 2 or len(set(self.axes)) != len(self.axes):
             raise PlanError(
                 explain(
                     f"axis={self.axes}",
@@ -113,7 +112,7 @@ class FSDP:
                 )
         for name in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
+            if dtype is not None and not getattr(dtype, "is_floating_point", False):
                 raise PlanError(
                     explain(
                         f"{name}={dtype}",
@@ -122,11 +121,15 @@ class FSDP:
                         remedy="torch.bfloat16, or torch.float32",
                     )
                 )
-        for name in ("prefetch", "max_padding"):
-            if getattr(self, name) < 0:
+        for name, kinds in (("prefetch", int), ("max_padding", (int, float))):
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or isinstance(value, bool) or value < 0:
                 raise PlanError(
                     explain(
-                        f"{name}={getattr(self, name)}", where="FSDP", rule="0 or more", remedy="raise it"
+                        f"{name}={value!r}",
+                        where="FSDP",
+                        rule="a number of buckets, 0 or more" if name == "prefetch" else "a part, 0 or more",
+                        remedy="prefetch=1" if name == "prefetch" else "max_padding=0.25",
                     )
                 )
 
@@ -138,3 +141,18 @@ class FSDP:
         ]
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         return f"FSDP({', '.join([repr(axis), *told])})"
+
+
+def _strings(value: str | Sequence[str], name: str) -> tuple[str, ...]:
+    """One string or several."""
+    found = (value,) if isinstance(value, str) else value
+    if not isinstance(found, (tuple, list)) or not all(isinstance(one, str) for one in found):
+        raise PlanError(
+            explain(
+                f"{name}={value!r}",
+                where="FSDP",
+                rule="a string, or several",
+                remedy='"dp", or ("replica", "shard")' if name == "axis" else "for example r'blocks\\.\\d+'",
+            )
+        )
+    return tuple(found)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .._errors import ArgumentError, explain
 from ..spmd.dtensor import DTensor
+from ..spmd.layout import Layout
 from ..spmd.mesh import Mesh
 from ..spmd.redistribute import redistribute
 from ..spmd.tensor_group import TensorGroup
-from .bucket import Bucket, in_shard, in_whole
+from .bucket import Address, Bucket, in_shard, in_whole
+from .chains import pending
 from .memory import pack, shard_of, views
 
 
@@ -39,17 +41,9 @@ class DBuffer(TensorGroup):
     """
 
     def __init__(self, bucket: Bucket, mesh: Mesh, shards: list[torch.Tensor]) -> None:
-        self.bucket, self.shards = bucket, shards
+        self.bucket, self.shards, self.mesh = bucket, shards, mesh
         self.wholes: list[torch.Tensor] | None = None
-        pieces = [
-            views(in_shard(bucket, rank))(shard) for rank, shard in zip(mesh.local_ranks, shards, strict=True)
-        ]
-        super().__init__(
-            {
-                name: DTensor([mine[index] for mine in pieces], mesh, layout)
-                for index, (name, layout) in enumerate(zip(bucket.names, bucket.rest, strict=True))
-            }
-        )
+        super().__init__(self._views(shards, in_shard, bucket.rest))
 
     @classmethod
     def of(cls, bucket: Bucket, tensors: Mapping[str, DTensor]) -> DBuffer:
@@ -91,22 +85,28 @@ class DBuffer(TensorGroup):
     # Moving.
 
     def all_gather(self) -> dict[str, DTensor]:
-        """The members in the layout in use, views of the whole buffer. One all-gather, none if gathered."""
+        """The members in the layout and dtype in use, views of the whole buffer: one all-gather, or none.
+
+        Where that is another dtype than the one at rest the shard is cast first, one copy.
+        """
         if self.wholes is None:
-            self.wholes = self._moved(self.shards, "shard", "whole")
-        mesh = self.mesh
-        pieces = [
-            views(in_whole(self.bucket, rank))(whole)
-            for rank, whole in zip(mesh.local_ranks, self.wholes, strict=True)
-        ]
-        return {
-            name: DTensor([mine[index] for mine in pieces], mesh, layout)
-            for index, (name, layout) in enumerate(zip(self.bucket.names, self.bucket.run, strict=True))
-        }
+            dtype = self.bucket.gather_dtype
+            self.wholes = self._moved([shard.to(dtype) for shard in self.shards], "shard", "whole")
+        return self._views(self.wholes, in_whole, self.bucket.run)
 
     def release(self) -> None:
         """Give the whole buffer back; views of it that are held keep it alive."""
         self.wholes = None
+
+    def contributions(self, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        """Zeros of the size of the whole buffer, one for each rank that lives here: for `reduce_scatter`."""
+        (size,) = self.bucket.shape
+        return [shard.new_zeros(size, dtype=dtype or self.bucket.dtype) for shard in self.shards]
+
+    def places(self, wholes: list[torch.Tensor]) -> dict[str, DTensor]:
+        """Views of whole buffers of contributions: the members in the layout in use, with sums pending."""
+        axes = (*self.bucket.replicas, self.bucket.axis)
+        return self._views(wholes, in_whole, [pending(layout, axes) for layout in self.bucket.run])
 
     def reduce_scatter(self, wholes: list[torch.Tensor]) -> DBuffer:
         """The sum over the ranks of whole buffers of contributions, as a DBuffer: each rank its shard.
@@ -155,6 +155,21 @@ class DBuffer(TensorGroup):
             super().add_(other, alpha)
         return self
 
-    def cast(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The shards in another dtype, one call each."""
-        return [shard.to(dtype) for shard in self.shards]
+    def cast(self, dtype: torch.dtype) -> TensorGroup:
+        """The members in another dtype, views of one new shard: one call a shard."""
+        shards = [shard.to(dtype, copy=True) for shard in self.shards]
+        return TensorGroup(self._views(shards, in_shard, self.bucket.rest))
+
+    def _views(
+        self,
+        buffers: Sequence[torch.Tensor],
+        where: Callable[[Bucket, int], Sequence[Address]],
+        layouts: Sequence[Layout],
+    ) -> dict[str, DTensor]:
+        """The members in buffers, one for each rank that lives here."""
+        ranks = zip(self.mesh.local_ranks, buffers, strict=True)
+        pieces = [views(where(self.bucket, rank))(buffer) for rank, buffer in ranks]
+        return {
+            name: DTensor([mine[index] for mine in pieces], self.mesh, layout)
+            for index, (name, layout) in enumerate(zip(self.bucket.names, layouts, strict=True))
+        }

@@ -31,7 +31,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: aten.sum.IntList_out,
     aten.add.Tensor: aten.add.out,
 }
-_RESHAPES = {aten.view.default, aten._unsafe_view.default}
+_RESHAPES = {aten.view.default, aten._unsafe_view.default, torch.reshape}
 
 
 class WriteResult:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from ..spmd.program.partition import AnyStep, Compute, LocalValue, Partitioned, operands, results
-from .schedule import is_view, origin_of, renamed
+from .editing import is_view, origin_of, renamed
 
 SMALL = 16 * 1024  # bytes on a rank: not worth an op
 

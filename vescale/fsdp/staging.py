@@ -16,14 +16,21 @@ from ..spmd.placements import P
 from ..spmd.plan import Parameter, Staged, Staging
 from .blocks import Block, default_block
 from .bucket import Bucket
+from .buffer_plan import BufferPlan
 from .padding import check_padding
-from .planner import plan_buckets
+from .planner import plan_buckets, plan_buffer
 from .spec import TensorSpec
 
 if TYPE_CHECKING:
     from .config import FSDP
 
 Path = str
+
+# A bucket is split when its buffer becomes smaller by this part and by so many bytes. Each further buffer is
+# a gather or two and a reduction a step, which cost what about a megabyte on the wire does.
+PART_SAVED, BYTES_SAVED = 0.05, 1 << 20
+# Bytes of padding a shard that are never too much: what alignment costs a few scalars is no fault of a plan.
+PADDING_FREE = 4 * 1024
 
 
 @lru_cache(maxsize=64)
@@ -32,10 +39,17 @@ def stage(fsdp: FSDP, mesh: AbstractMesh, parameters: tuple[Parameter, ...]) -> 
 
     Parameters without elements or dims stay whole, and so do all over an axis of one rank. Raises PlanError
     for wraps and blocks that match nothing, wraps that overlap, parameters that are cut unevenly
-    over other axes already, and padding above `max_padding`.
+    over other axes already, and padding above `max_padding`. The parameters of a bucket share one buffer,
+    unless several are smaller by 5% and 1 MiB, or one would pad too much. Padding up to 4 KiB a shard is
+    never refused.
     """
     for axis in fsdp.axes:
-        mesh.check_axis(axis, where=f"FSDP(axis={axis!r})")
+        try:
+            mesh.check_axis(axis, where=f"FSDP(axis={axis!r})")
+        except LayoutError as error:
+            raise PlanError(str(error)) from None
+    # The order of a plan must not be that in which somebody happens to list the parameters.
+    parameters = tuple(sorted(parameters, key=lambda parameter: parameter.path))
     paths = [parameter.path for parameter in parameters]
     wraps = _wraps(fsdp, paths)
     blocks = _blocks(fsdp, parameters)
@@ -53,8 +67,10 @@ def stage(fsdp: FSDP, mesh: AbstractMesh, parameters: tuple[Parameter, ...]) -> 
             TensorSpec.of(one.path, runs[one.path].local_shape(0), dtype, blocks[one.path]) for one in group
         ]
         low = fsdp.param_dtype if fsdp.param_dtype is not None and dtype.is_floating_point else dtype
-        for plan in plan_buckets(specs, shards):
-            check_padding(plan, fsdp.max_padding)
+        plans = _buffers(specs, shards, fsdp.max_padding)
+        if _pads(plans, fsdp.max_padding):
+            check_padding(plans, fsdp.max_padding)
+        for plan in plans:
             names = tuple(spec.name for spec in plan.specs)
             rest = []
             for spec in plan.specs:
@@ -78,6 +94,22 @@ def stage(fsdp: FSDP, mesh: AbstractMesh, parameters: tuple[Parameter, ...]) -> 
                 )
             )
     return Staging(entries, tuple(buckets), fsdp.param_dtype, fsdp.reduce_dtype)
+
+
+def _buffers(specs: Sequence[TensorSpec], shards: int, max_padding: float) -> tuple[BufferPlan, ...]:
+    """One buffer for the tensors of a bucket, or several where it is worth it or one pads too much."""
+    single, split = plan_buffer(specs, shards), plan_buckets(specs, shards)
+    saved = single.shard_size - sum(plan.shard_size for plan in split)
+    much = saved * shards * specs[0].dtype.itemsize > BYTES_SAVED
+    worth = much and saved > single.shard_size * PART_SAVED
+    return split if worth or _pads((single,), max_padding) else (single,)
+
+
+def _pads(plans: Sequence[BufferPlan], max_padding: float) -> bool:
+    """Whether that is more padding than allowed, and not just what alignment costs."""
+    padding, elements = sum(plan.padding for plan in plans), sum(plan.elements for plan in plans)
+    free = PADDING_FREE * plans[0].num_shards // plans[0].specs[0].dtype.itemsize
+    return padding > max(max_padding * elements, free)
 
 
 def _wraps(fsdp: FSDP, paths: Sequence[Path]) -> dict[Path, str]:
@@ -162,7 +194,14 @@ def _runs(fsdp: FSDP, mesh: AbstractMesh, parameters: Sequence[Parameter]) -> di
         else:
             found[parameter.path] = layout
     if problems:
-        raise PlanError("\n".join(["these parameters can't be sharded as FSDP says:", *problems]))
+        raise PlanError(
+            explain(
+                "; ".join(problems),
+                where=f"FSDP over {fsdp.shard_axis}",
+                rule="it shards what the params rules say over one more axis, in pieces of equal size",
+                remedy="rules that leave the axis alone and divide evenly, or a vs.Staged for these",
+            )
+        )
     return found
 
 

@@ -72,7 +72,13 @@ def init(
     layouts |= {name: buffer_layout(plan, name, buffer) for name, buffer in buffers.items()}
     whole = {**params, **buffers}
     # All of them first: pieces that are allocated between whole parameters leave holes that fit none.
-    sharded = {name: _empty(mesh, layouts[name], tensor.dtype) for name, tensor in whole.items()}
+    moved = {name for bucket in resolved.buckets for name in bucket.names}
+    sharded = {
+        name: _empty(mesh, layouts[name], tensor.dtype, hollow=name in moved)
+        for name, tensor in whole.items()
+    }
+    if plan.fsdp:
+        sharded |= plan.fsdp.store(resolved.buckets, sharded)
     for name, tensor in whole.items():
         value = _real(record, tensor, name)
         for rank, piece in zip(mesh.local_ranks, sharded[name].locals, strict=True):
@@ -82,9 +88,13 @@ def init(
     return ParallelModule(module, plan, ({n: sharded[n] for n in params}, {n: sharded[n] for n in buffers}))
 
 
-def _empty(mesh: Mesh, layout: Layout, dtype: torch.dtype) -> DTensor:
+def _empty(mesh: Mesh, layout: Layout, dtype: torch.dtype, hollow: bool) -> DTensor:
+    """A DTensor without values; a hollow one has no memory either: it will get its place in a buffer."""
     shapes = [layout.local_shape(rank) for rank in mesh.local_ranks]
-    return DTensor([torch.empty(shape, dtype=dtype, device=mesh.device) for shape in shapes], mesh, layout)
+    make = lambda shape: torch.empty((), dtype=dtype, device=mesh.device).expand(shape)  # noqa: E731
+    if not hollow:
+        make = lambda shape: torch.empty(shape, dtype=dtype, device=mesh.device)  # noqa: E731
+    return DTensor([make(shape) for shape in shapes], mesh, layout)
 
 
 def _real(record: Deferred, tensor: Tensor, name: str) -> Tensor:

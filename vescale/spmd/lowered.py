@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .program.cost import CostAnalysis, Rates
 from .program.memory import MemoryAnalysis, kinds_of, memory_analysis
-from .program.partition import Move, Partitioned
+from .program.partition import Local, Move, Partitioned, Wait, operands, results
 from .program.program import Collectives, as_text, collectives, final_listing, source_of
 from .program.replay import Replay, replay
 from .program.wire import wires
@@ -44,9 +45,14 @@ class Lowered:
         self._partitioned, self._inputs = partitioned, inputs or Inputs()
         self._replays: dict[int, Replay] = {}
 
+    @property
+    def buckets(self) -> tuple[Any, ...]:
+        """The parameters that are gathered and reduced together, those of `Plan(fsdp=)`."""
+        return tuple(self._partitioned.facts.notes.get("buckets", ()))
+
     def as_text(self) -> str:
         """The program, one instruction a line, with the layout of each value and where it came from."""
-        return as_text(self._partitioned)
+        return "\n".join([*map(str, self.buckets), as_text(self._partitioned)])
 
     def source(self, rank: int = 0) -> str:
         """The generated Python of a rank of the mesh."""
@@ -69,9 +75,10 @@ class Lowered:
         }
         gathered = set(inputs.parameters)
         for step in partitioned.steps:
-            if isinstance(step, Move) and step.source in gathered:
-                gathered.add(step.target)
-        named = dict.fromkeys(gathered, "gathered parameters") | kinds
+            # A bucket's shard is made of parameters, and its views of what was gathered.
+            if set(operands(step)) & gathered and isinstance(step, (Move, Wait, Local)):
+                gathered.update(results(step))
+        named = dict.fromkeys(gathered - partitioned.gradients, "gathered parameters") | kinds
         kind_of = kinds_of(named, partitioned.gradients, partitioned.outputs)
         return memory_analysis(self._replay(rank), rank, kind_of, inputs.paths)
 

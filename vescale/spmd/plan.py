@@ -107,10 +107,11 @@ class Resolved(tuple[ResolvedParameter, ...]):
             shape, rest, rule = str(entry.rest.shape), str(entry.rest.spec), entry.rule or "-"
             rows.append((entry.path, shape, rest, run, entry.local, rule))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
+        lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
-        )
+        ]
+        return "\n".join([*lines, *map(str, self.buckets)])
 
 
 class Plan:

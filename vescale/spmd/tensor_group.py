@@ -20,8 +20,9 @@ aten = torch.ops.aten
 class TensorGroup(Mapping[str, DTensor]):
     """DTensors of one mesh by name, and what is done to all of them at once.
 
-    In-place operations take a few calls for the group, and the norm one reduction, whatever
-    the placements are. Raises ArgumentError for members of several meshes, or that are no DTensors.
+    In-place operations take a few calls for the group, and the norm one reduction, whatever the placements
+    are. Members may differ in dtype; each keeps its own. Raises ArgumentError for members of several meshes,
+    or that are no DTensors.
 
     >>> from vescale.spmd.dtensor import distribute_tensor
     >>> from vescale.spmd.mesh import make_mesh
@@ -83,6 +84,17 @@ class TensorGroup(Mapping[str, DTensor]):
         for pieces, more in zip(self._each_rank(), other._each_rank(), strict=True):
             aten._foreach_add_(pieces, more, alpha=alpha)
         return self
+
+    def cast(self, dtype: torch.dtype) -> TensorGroup:
+        """The members in another dtype, in memory of their own."""
+        return TensorGroup(
+            {
+                name: DTensor(
+                    [piece.to(dtype, copy=True) for piece in tensor.locals], self.mesh, tensor.layout
+                )
+                for name, tensor in self.items()
+            }
+        )
 
     def norm(self) -> torch.Tensor:
         """The 2-norm of all elements together, equal on all ranks: one all-reduce of a scalar.

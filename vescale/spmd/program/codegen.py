@@ -75,7 +75,8 @@ def generate(
         elif isinstance(instruction, DrawExchange):
             sources = "".join(f"{writer.variable(value)}, " for value in instruction.sources)
             targets = "".join("_, " if value is None else f"v{value}, " for value in instruction.targets)
-            lines.append(f"    {targets and f'{targets}= '}yield {exchanges}, ({sources}){comment}")
+            drawn = f"(yield {exchanges}, ({sources})).pop()"
+            lines.append(f"    {targets and f'{targets}= '}{drawn}{comment}")
             exchanges += 1
             kept = set()
         elif isinstance(instruction, WaitExchange):
