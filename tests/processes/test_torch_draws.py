@@ -21,9 +21,10 @@ def noisy(x):
 def drawn(static):
     mesh = world_mesh((("dp", 2), ("tp", 2)))
     run = vs.parallelize(noisy, vs.Plan(mesh, inputs={"x": P(dp=Shard(0), tp=Shard(1))}), static=static)
-    torch.manual_seed(5)
-    results = [result.full_tensor() for _ in range(2) for result in run(X)]
-    return results, torch.get_rng_state()
+    with torch.random.fork_rng():  # other tests of the pool go on from where they were
+        torch.manual_seed(5)
+        results = [result.full_tensor() for _ in range(2) for result in run(X)]
+        return results, torch.get_rng_state()
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -39,13 +40,14 @@ def test_all_ranks_have_the_bits_of_one_device(pool, static):
 
 def differing(static, draws):
     mesh = world_mesh((("dp", 4),))
-    torch.manual_seed(torch.distributed.get_rank() // 2)
     plan = vs.Plan(mesh, inputs={"x": P(dp=Shard(0))})
     run = vs.parallelize(lambda x: F.dropout(x, 0.5) if draws else x * 2, plan, static=static)
-    try:
-        return run(X).full_tensor()
-    except vs.VescaleError as error:
-        return str(error)
+    with torch.random.fork_rng():
+        torch.manual_seed(torch.distributed.get_rank() // 2)
+        try:
+            return run(X).full_tensor()
+        except vs.VescaleError as error:
+            return str(error)
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -76,11 +78,12 @@ def test_a_generator_that_differs_is_named(pool):
 def on_a_part():
     mesh = world_mesh((("dp", 2), ("tp", 2)))
     part = mesh["tp"]
-    torch.manual_seed(7)
-    if mesh.rank < 2:  # the other group doesn't know of it
-        run = vs.parallelize(lambda x: F.dropout(x, 0.5), vs.Plan(part, inputs={"x": P(tp=Shard(0))}))
+    if mesh.rank >= 2:  # the other group doesn't know of it
+        return None
+    run = vs.parallelize(lambda x: F.dropout(x, 0.5), vs.Plan(part, inputs={"x": P(tp=Shard(0))}))
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
         return run(X).full_tensor()
-    return None
 
 
 def test_a_draw_on_a_part_of_the_mesh_is_its_own_affair(pool):

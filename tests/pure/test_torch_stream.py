@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale.rng import torch_stream
 from vescale.rng.numbers import compressed
@@ -200,3 +201,27 @@ def test_the_probe_is_no_draw():
     state = torch.get_rng_state()
     torch_stream.can_follow(Stream("normal_", (0.0, 1.0), (75,), (1,), torch.float32))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that a call made or saw."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        seen = [value for value in (result, *args) if isinstance(value, torch.Tensor)]
+        self.numel = max(self.numel, *(value.untyped_storage().nbytes() // value.itemsize for value in seen))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "stride"), [("normal_", 1), ("normal_", 2), ("uniform_", 1), ("bernoulli_", 1)]
+)
+def test_memory_is_that_of_a_chunk(kind, stride):
+    numbers = (0.5,) if kind == "bernoulli_" else (0.0, 1.0)
+    stream = Stream(kind, numbers, (20 * CHUNK + 3,), (stride,), torch.float32)
+    torch_stream.can_follow(torch_stream._probe_of(stream))
+    with Largest() as largest:
+        draw(stream, [(torch.empty(100), torch.tensor([[7 * CHUNK, 5, CHUNK // 2, 20]]))])
+    assert largest.numel <= 2 * CHUNK

@@ -3,6 +3,8 @@
 The oracle is plain torch from the same seed. Each case is drawn twice: the second draw shows the state.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -499,3 +501,25 @@ def test_costs_and_memory_are_told():
     )
     assert any("bernoulli_" in event.name for event in lowered.cost_analysis().events)
     assert lowered.memory_analysis().peak >= 3 * 4 * 6 * 4
+
+
+def test_the_verifier_sees_draws_that_go_or_pass_each_other():
+    from vescale.spmd.program.partition import Draw
+    from vescale.spmd.program.passes import InvalidProgram, verify
+    from vescale.spmd.program.program import listing
+
+    mesh = vs.make_mesh({"a": 2}, backend="simulated")
+    run = vs.parallelize(lambda x: (torch.rand(6), x + torch.rand(6))[1], vs.Plan(mesh))
+    decided = run._decide(run._arguments.bind((X,), {})).partitioned
+    first, second = (index for index, step in enumerate(decided.steps) if isinstance(step, Draw))
+    steps = list(decided.steps)
+    swapped = list(steps)
+    swapped[first], swapped[second] = steps[second], steps[first]
+    for others in (swapped, steps[:first] + steps[first + 1 :]):
+        with pytest.raises(InvalidProgram, match="effects"):
+            verify(decided, replace(decided, steps=tuple(others)), "a pass")
+    made = listing(decided, 0)
+    kept = tuple(step for step in made.instructions if getattr(step, "targets", (0,)))
+    assert len(kept) == len(made.instructions) - 1  # the draw that nobody reads has no results
+    with pytest.raises(InvalidProgram, match="effects"):
+        verify(made, replace(made, instructions=kept), "a pass")

@@ -91,13 +91,14 @@ class Stream:
 
 def draw(
     stream: Stream,
-    wanted: Sequence[tuple[Tensor, Tensor]],
+    wanted: Sequence[tuple[Tensor, Tensor | Runs]],
     generator: torch.Generator | None = None,
     chunk: int = CHUNK,
 ) -> None:
     """Makes the draw, and writes what is wanted of it: (flat tensor to fill, runs of indices) each.
 
-    Indices count in the order of the stream, `stream.order`; runs are those of `numbers.compressed`.
+    Indices count in the order of the stream, `stream.order`; runs are those of `numbers.compressed`,
+    or `Runs` made of them.
     """
     parts = [_Part(out, runs) for out, runs in wanted]
     if not stream.numel:
@@ -111,7 +112,7 @@ def draw(
                 part.take(numbers, start)
 
 
-def take(numbers: Tensor, wanted: Sequence[tuple[Tensor, Tensor]]) -> None:
+def take(numbers: Tensor, wanted: Sequence[tuple[Tensor, Tensor | Runs]]) -> None:
     """Writes what is wanted of flat numbers: see `draw`."""
     for out, runs in wanted:
         _Part(out, runs).take(numbers, 0)
@@ -165,17 +166,24 @@ def _probe_of(stream: Stream) -> Stream:
     return replace(stream, shape=(75,), stride=(1 if stream.is_contiguous else 2,))
 
 
-class _Part:
-    """Where some of the numbers go: runs of indices -> consecutive elements of a flat tensor."""
+class Runs:
+    """The runs of `numbers.compressed`, sorted: worth keeping where the same ones are drawn for again."""
 
-    def __init__(self, out: Tensor, runs: Tensor) -> None:
-        self.out = out
+    def __init__(self, runs: Tensor) -> None:
         rows = runs.tolist()
         places = [0, *accumulate(length * count for _, length, _, count in rows)]
         # One interval may have any stride: it is not used.
-        self.runs = sorted((row[0], row[1], row[2] or 1, row[3], at) for row, at in zip(rows, places))
-        ends = (start + (count - 1) * stride + length for start, length, stride, count, _ in self.runs)
+        self.rows = sorted((row[0], row[1], row[2] or 1, row[3], at) for row, at in zip(rows, places))
+        ends = (start + (count - 1) * stride + length for start, length, stride, count, _ in self.rows)
         self.ends = list(accumulate(ends, max))
+
+
+class _Part:
+    """Where some of the numbers go: runs of indices -> consecutive elements of a flat tensor."""
+
+    def __init__(self, out: Tensor, runs: Tensor | Runs) -> None:
+        found = runs if isinstance(runs, Runs) else Runs(runs)
+        self.out, self.runs, self.ends = out, found.rows, found.ends
 
     def wants(self, start: int, stop: int) -> bool:
         """Whether one of the indices in [start, stop) may be wanted."""
@@ -217,4 +225,4 @@ class _Part:
         self.out[at + low - start : at + high - start] = numbers[low - begin : high - begin]
 
 
-__all__ = ["Stream", "can_follow", "draw", "take", "whole"]
+__all__ = ["Runs", "Stream", "can_follow", "draw", "take", "whole"]

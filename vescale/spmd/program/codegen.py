@@ -9,7 +9,8 @@
 
 Each value is dropped after its last use. A collective is a `yield` of its number and its input: the world
 that hosts the rank runs it, over all the ranks that it hosts, and sends the result back; one that is started
-early yields twice, for a ticket and for the results. Without collectives the program is a plain function.
+early yields twice, for a ticket and for the results. A draw from a generator of torch's is a `yield`
+too: the ranks hosted together share it. Without collectives the program is a plain function.
 """
 
 from __future__ import annotations

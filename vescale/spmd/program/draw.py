@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...rng.numbers import compressed
-from ...rng.torch_stream import draw, take
+from ...rng.torch_stream import Runs, draw, take
 from ..mesh import Mesh
 from .ir import Node, Ref, map_args
 from .partition import Draw, Partitioned
@@ -46,7 +46,8 @@ def _own_elements(step: Draw, partitioned: Partitioned, mesh: Mesh) -> Callable[
     layouts = [values[number].layout for number in step.results if number is not None]
     dtype = next((values[number].meta.dtype for number in step.results if number is not None), None)
     runs = {
-        layout: {rank: compressed(layout.regions(rank)) for rank in mesh.local_ranks} for layout in layouts
+        layout: {rank: Runs(compressed(layout.regions(rank))) for rank in mesh.local_ranks}
+        for layout in layouts
     }
 
     def run(_: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:

@@ -11,7 +11,8 @@ unless a constraint, an output or an op's need moves it.** What keeps plain gree
 * a Partial with several users is reduced where it is made;
 * a whole value becomes Partial only under 1 KB; parameters move only as the plan says;
 * draws and constants, and what elementwise ops make of them alone, are deferred until somebody needs them,
-  and are then made in the layout that is needed: a rank makes its own elements only.
+  and are then made in the layout that is needed: a rank makes its own elements only;
+* torch's own draws stay where the function makes them, and have a result for each layout that is needed.
 
 Nothing here depends on a rank: a mesh of 10,240 costs what a mesh of 8 costs. The result is frozen.
 """
