@@ -337,3 +337,18 @@ def test_a_mapped_function_reads_what_it_closes_over_anew():
     for weight in (torch.eye(4), torch.ones(4, 4), torch.ones(4, 3)):
         held["weight"] = weight
         assert_same(mapped(X), X @ weight)
+
+
+def test_an_index_of_nothing_may_have_any_rank():
+    """torch takes it in gather, and in the scatter_add of its gradient."""
+    mesh = vs.make_mesh({"dp": 4}, backend="simulated")
+    x, index = torch.randn(5), torch.empty(2, 0, dtype=torch.int64)
+    placed = vs.distribute_tensor(x, mesh, vs.P(dp=vs.Shard(0)))
+    where = vs.distribute_tensor(index, mesh, vs.P(dp=vs.Shard(1)))
+
+    def loss(x, index):
+        return torch.gather(x, 0, index).sum()
+
+    value, gradient = vs.parallelize(vs.value_and_grad(loss), vs.Plan(mesh))(placed, where)
+    assert value.item() == 0
+    assert torch.equal(gradient.full_tensor(), torch.zeros(5))

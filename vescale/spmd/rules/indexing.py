@@ -98,7 +98,7 @@ def _same_places(
 @rule(aten.gather.default)
 def gather(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     x, index = operand_metas(node, metas)
-    if not x.shape or not index.shape:
+    if not x.shape or len(index.shape) != len(x.shape):  # torch takes an index of nothing of any rank
         return unsharded(node, metas)
     dim, sizes = node.args[1] % len(x.shape), {}
     (source, places), whole = _same_places([x.shape, index.shape], dim, sizes)
@@ -140,7 +140,8 @@ def _reduction(node: Node) -> str | None:
 def scatter(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     operands = operand_metas(node, metas)
     shapes = [meta.shape for meta in operands]
-    if not all(shapes):
+    ranks = {len(shape) for shape in shapes[:2]}
+    if not all(shapes) or len(ranks) > 1:  # torch takes an index of nothing of any rank
         return unsharded(node, metas)
     dim, sizes = node.args[1] % len(shapes[0]), {}
     lists, whole = _same_places(shapes, dim, sizes)
