@@ -21,6 +21,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
 
+# 2.11 - 2.13. See `outside_functorch`.
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
 # 2.11 - 2.13. A mode that sees every ATen call, and a context without modes (a trace computes for real
 # what it knows already); documented, but they live in a private module.
 from torch.utils._python_dispatch import (
@@ -87,6 +90,11 @@ def base_tensor(tensor: torch.Tensor) -> Any:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
+
+
+def outside_functorch() -> AbstractContextManager[Any]:
+    """2.11 - 2.13. Inside, torch.func's transforms see no op: what is made of unwrapped tensors is plain."""
+    return temporarily_clear_interpreter_stack()
 
 
 def default_device() -> torch.device:

@@ -109,3 +109,19 @@ def differing_code():
 def test_a_branch_on_the_rank(pool):
     for message in pool.run(differing_code):
         assert "collective 0 is psum over dp on rank 0 and pmax over dp on rank 1" in message
+
+
+def gradient_of_plain_tensors():
+    """torch.func's wrappers reach the check that ranks have the same plain values."""
+    mesh = world_mesh((("dp", 4),))
+    mapped = vs.shard_map(
+        lambda w, x: vs.psum((x @ w).square().sum(), "dp"), mesh=mesh, in_specs=(P(), ROWS), out_specs=P()
+    )
+    generator = torch.Generator().manual_seed(0)
+    w, x = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 2), (8, 3)))
+    return vs.grad(mapped)(w, x), 2 * x.T @ (x @ w)
+
+
+def test_a_gradient_of_plain_tensors(pool):
+    for found, expected in pool.run(gradient_of_plain_tensors):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

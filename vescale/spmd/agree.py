@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._compat import base_tensor, outside_functorch
 from .._errors import ConsistencyError, explain
 from .mesh import Mesh
 
@@ -134,8 +135,9 @@ def digest(tensor: Tensor) -> str:
     >>> digest(torch.zeros(2)) == digest(torch.zeros(2)), digest(torch.zeros(2)) == digest(-torch.zeros(2))
     (True, False)
     """
-    flat = tensor.detach().contiguous().cpu().view(-1)
-    data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    with outside_functorch():
+        flat = base_tensor(tensor).detach().contiguous().cpu().view(-1)
+        data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
     bits = hashlib.blake2b(data, digest_size=8).hexdigest()
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}:{bits}"
 
