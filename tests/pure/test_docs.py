@@ -11,7 +11,7 @@ import pytest
 import vescale
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/dtensor.md", "docs/rng.md"]
+PAGES = ["README.md", "docs/dtensor.md", "docs/fsdp.md", "docs/rng.md"]
 MODULES = ["vescale"] + [m.name for m in pkgutil.walk_packages(vescale.__path__, "vescale.")]
 
 

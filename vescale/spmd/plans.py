@@ -17,8 +17,8 @@ block communicates after attention and after its MLP.
 ...     )
 ... )
 parameter                      shape   at rest         in use  on rank 0    rule
-layers.0.mlp.up_proj.weight    (8, 4)  P(tp=Shard(0))  same    (4, 4) 64 B  .*\\.(q|k|v|gate|up)_proj...
 layers.0.mlp.down_proj.weight  (4, 8)  P(tp=Shard(1))  same    (4, 4) 64 B  .*\\.(o|down)_proj\\.weight
+layers.0.mlp.up_proj.weight    (8, 4)  P(tp=Shard(0))  same    (4, 4) 64 B  .*\\.(q|k|v|gate|up)_proj...
 """
 
 from __future__ import annotations
