@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+# 2.11 - 2.13. See `outside_functorch`.
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
 # 2.11 - 2.13. Tracing without memory: torch documents fake tensors, but exports them from here only.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -20,9 +23,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor as FakeTensor,
     FakeTensorMode as FakeTensorMode,
 )
-
-# 2.11 - 2.13. See `outside_functorch`.
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 # 2.11 - 2.13. A mode that sees every ATen call, and a context without modes (a trace computes for real
 # what it knows already); documented, but they live in a private module.

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "docs/dtensor.md",
+    "docs/fsdp.md",
     "docs/introspection.md",
     "docs/modules.md",
     "docs/plans.md",

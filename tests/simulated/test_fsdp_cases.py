@@ -108,18 +108,31 @@ def test_ranks_that_use_different_parameters():
     close(run(vs.distribute(params, plan), batch), expected)
 
 
-def test_frozen_parameters_are_gathered_and_get_no_gradient():
-    params, batch = make_params(), make_batch()
+@pytest.mark.parametrize("low", [torch.float64, torch.float32])
+def test_frozen_parameters_are_gathered_and_get_no_gradient(low):
+    """In the dtype in use, as those are of which a gradient is taken."""
+    params, batch = make_params(), make_batch().to(low)
     params = {"trained": {"head": params["head"]}, "frozen": {"blocks": params["blocks"]}}
-    plan = plan_on({"dp": 2}, wrap=r"frozen\.blocks\.\d+|trained\.head", param_dtype=torch.float64)
+    plan = plan_on({"dp": 2}, wrap=r"frozen\.blocks\.\d+|trained\.head", param_dtype=low)
 
     def step(params, batch):
         inner = lambda trained, frozen: loss_fn({**trained, **frozen}, batch)  # noqa: E731
         return vs.value_and_grad(inner)(params["trained"], params["frozen"])
 
     run, placed = vs.parallelize(step, plan), vs.distribute(params, plan)
-    close(run(placed, batch), step(params, batch))
-    assert kinds(run.lower(placed, batch)) == [("all_gather", "dp")] * 3 + [("reduce_scatter", "dp")]
+    loss, gradients = run(placed, batch)
+    expected = step(_tree.tree_map(lambda p: p.to(low), params), batch)
+    assert loss.dtype == low
+    assert {g.dtype for g in _tree.leaves(gradients)} == {torch.float64}
+    close(
+        (loss, _tree.tree_map(lambda g: g.to(low), gradients)),
+        expected,
+        1e-10 if low == torch.float64 else 1e-6,
+    )
+    lowered = run.lower(placed, batch)
+    assert kinds(lowered) == [("all_gather", "dp")] * 3 + [("reduce_scatter", "dp")]
+    name = str(low).removeprefix("torch.")
+    assert all(c.value.startswith(name) for c in lowered.collectives() if c.kind == "all_gather")
 
 
 # Which kinds of parameters there are.
@@ -252,7 +265,16 @@ def test_microbatches_equal_the_batch_and_are_reduced_once(how, axes):
     assert found.count(("all_reduce", "r")) == (3 if "r" in axes else 0)
 
 
-# What lies where.
+def test_microbatches_in_low_precision_gather_buckets_and_reduce_once():
+    params, batch = make_params(dtype=torch.float32), make_batch(torch.bfloat16)
+    plan = plan_on({"dp": 2}, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run, placed = vs.parallelize(in_a_loop, plan), vs.distribute(params, plan)
+    _, gradients = run(placed, batch)
+    close(gradients, in_a_loop(params, batch.float())[1], bound=0.05)
+    found = kinds(run.lower(placed, batch))
+    assert found.count(("reduce_scatter", "dp")) == 3
+    # Two blocks and the rest, forward and backward; a bucket stays where nobody else is used in between.
+    assert found.count(("all_gather", "dp")) <= 4 * 5
 
 
 def test_op_by_op():

@@ -138,6 +138,13 @@ def in_use(leaves: Sequence[Any], marks: Sequence[Mark | None]) -> list[Any]:
     return [leaf if mark is None else use(leaf, mark) for leaf, mark in zip(leaves, marks, strict=True)]
 
 
+def _used(tree: Any) -> Any:
+    """A tree with the parameters in it in their run layouts."""
+    leaves, spec = _tree.flatten(tree)
+    marks = marks_of(leaves)
+    return _tree.unflatten(spec, in_use(leaves, marks)) if any(marks) else tree
+
+
 def at_rest(gradients: Sequence[Any], marks: Sequence[Mark | None]) -> list[Any]:
     """Gradients of the leaves, those of parameters in their layouts at rest and the parameter's dtype."""
     tracing = current_trace()
@@ -192,6 +199,9 @@ def value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bo
         outer_region = tracing.region if tracing else ""
         if tracing is not None:
             leaves = in_use(leaves, marks)
+            # Parameters that no gradient is taken of are used like the others.
+            args = tuple(arg if at in positions else _used(arg) for at, arg in enumerate(args))
+            kwargs = {name: _used(arg) for name, arg in kwargs.items()}
             tracing.region = "forward"
         try:
             gradients, value = torch.func.grad_and_value(inner, has_aux=has_aux)(leaves)
