@@ -14,7 +14,7 @@ from vescale import _tree
 from vescale._errors import ArgumentError
 from vescale.fsdp import DBuffer, gathers, reductions
 from vescale.fsdp.into_buffer import DIRECT, WriteResult
-from vescale.fsdp.memory import Write
+from vescale.fsdp.memory import Write, packed
 from vescale.spmd.program import program as programs
 from vescale.spmd.program.emit import Call
 from vescale.spmd.redistribute_plan import plan as redistribution
@@ -357,3 +357,28 @@ def test_buckets_are_printed_and_drawn(tmp_path):
     assert "= write the gradient of blocks.0.w (" in text
     lowered.visualize(tmp_path / "step.png")
     assert (tmp_path / "step.png").stat().st_size > 10_000
+
+
+def test_donated_parameters_stay_in_their_buffers():
+    """Updated in place they do. New ones are made elsewhere, and are packed: with the same bits."""
+    params, batch, plan = make_params(), make_batch(), plan_on("dp")
+    opt = vs.optim.adamw(1e-3)
+
+    def step(params, state, batch):
+        _, grads = vs.value_and_grad(loss_fn)(params, batch)
+        updates, state = opt.update(grads, state, params)
+        return vs.optim.apply_updates(params, updates), state
+
+    reached, counts = [], []
+    for donate in (("params", "state"), ()):
+        run, placed = vs.parallelize(step, plan, donate=donate), vs.distribute(params, plan)
+        state = opt.init(placed)
+        packed.counts.clear()
+        for _ in range(3):
+            placed, state = run(placed, state, batch)
+        reached.append(dict(zip(_tree.paths(placed), _tree.leaves(placed), strict=True)))
+        counts.append(sum(packed.counts.values()))
+    in_buffers(reached[0], plan)
+    assert counts[0] == 0
+    assert counts[1] > 0
+    assert all(torch.equal(x.full_tensor(), reached[1][name].full_tensor()) for name, x in reached[0].items())

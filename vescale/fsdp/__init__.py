@@ -1,9 +1,14 @@
-"""Fully sharded data parallel: where parameters may be cut, and where they lie in flat buffers.
+"""Fully sharded data parallel: parameters in planned flat buffers, moved a bucket at a time.
 
-Read in this order: `blocks` (what must not be cut), `spec` (a tensor to place), `planner` (`plan_buffer`,
-`plan_buckets`), `buffer_plan` (the result), `padding` (why a plan pads, and when that is too much).
-Underneath: `bound` (what counting allows), `search` (which shard sizes are tried), `packing` (whether one
-works), `buckets` (which tensors share a buffer).
+Where parameters may be cut, and where they lie: `blocks` (what must not be cut), `spec` (a tensor to
+place), `planner` (`plan_buffer`, `plan_buckets`), `buffer_plan` (the result), `padding` (why a plan pads,
+and when that is too much); underneath `bound` (what counting allows), `search` (which shard sizes are
+tried), `packing` (whether one works), `buckets` (which tensors share a buffer).
+
+What follows for a program: `config` (`FSDP`), `staging` (buckets and layouts at rest), `bucket` (addresses
+on a rank), `memory` and `dbuffer` (the buffers themselves); then passes over a decided program, with
+`editing` and `chains` underneath: `accumulate`, `recompute`, `schedule` (`reductions`, `gathers`), and
+`into_buffer` over a rank's instructions.
 """
 
 from ..spmd.program.passes import DECISIONS, LISTING, Pass, register
