@@ -206,6 +206,21 @@ def test_the_seed_is_no_part_of_a_program():
     assert run.cache_info().misses == 1
 
 
+UNREAD = {
+    "rand": lambda x: torch.rand(5),
+    "dropout": lambda x: F.dropout(x),
+    "in place": lambda x: x.clone().uniform_(),
+    "randperm": lambda x: torch.randperm(7),
+    "multinomial": lambda x: torch.multinomial(x, 2),
+    "poisson": torch.poisson,
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_nobody_reads_is_drawn_all_the_same(name):
+    check(lambda x: (UNREAD[name](x), x + torch.rand(SHAPE))[1], X, (("a", 2),), P(a=Shard(0)), static=True)
+
+
 def test_tracing_draws_nothing():
     mesh = vs.make_mesh({"a": 2}, backend="simulated")
     state = torch.get_rng_state()

@@ -148,8 +148,15 @@ def drawn_from(partitioned: Partitioned) -> tuple[Source, ...]:
         if isinstance(step, Draw):
             given = (*step.node.args, *step.node.kwargs.values())
             named = [arg for arg in given if isinstance(arg, Source)]
-            found += named or [Source(partitioned.values[results(step)[0]].meta.device.type)]
+            found += named or [Source(_device_of(step, partitioned))]
     return tuple(dict.fromkeys(found))
+
+
+def _device_of(step: Draw, partitioned: Partitioned) -> str:
+    """Where a draw happens: what nobody reads has no value that tells, but was asked for on a device."""
+    for number in results(step):
+        return partitioned.values[number].meta.device.type
+    return torch.device(step.node.kwargs.get("device") or "cpu").type
 
 
 def as_lines(partitioned: Partitioned, graph: Graph) -> list[str]:
