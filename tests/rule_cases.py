@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import vescale as vs
 from vescale import _tree
@@ -162,3 +163,24 @@ def on_two_axes(draw, cases):
                 placements[axis] = Shard(dim)
         specs.append(P(**placements))
     return case, specs
+
+
+def family(cases, ranks=(3,), free=(2, 3), examples=40):
+    """The tests of a family: the values of all placements, the silence promised, placements on two axes."""
+
+    @pytest.mark.parametrize("case", cases, ids=names(cases))
+    def test_values(case):
+        for size in ranks:
+            check_all(case, mesh_of(size))
+
+    @pytest.mark.parametrize("case", cases, ids=names(cases))
+    def test_promises(case):
+        for size in free:
+            check_free(case, size)
+
+    @settings(max_examples=examples)
+    @given(on_two_axes(cases))
+    def test_two_axes(drawn):
+        check(*drawn, mesh_of(2, 2))
+
+    return test_values, test_promises, test_two_axes

@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
 
 import vescale as vs
 from tests.graphs import ops, traced
-from tests.rule_cases import Case, check, check_all, check_free, mesh_of, names, normal, on_two_axes, whole
+from tests.rule_cases import Case, family, mesh_of, normal, whole
 from vescale.spmd.placements import P, Shard
 
 aten = torch.ops.aten
@@ -87,22 +86,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=names(CASES))
-def test_values(case):
-    check_all(case, mesh_of(3))
-
-
-@pytest.mark.parametrize("case", CASES, ids=names(CASES))
-def test_promises(case):
-    check_free(case, 2)
-    check_free(case, 3)
-    check_free(case, 4)
-
-
-@settings(max_examples=40)
-@given(on_two_axes(CASES))
-def test_two_axes(drawn):
-    check(*drawn, mesh_of(2, 2))
+test_values, test_promises, test_two_axes = family(CASES, free=(2, 3, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -1,11 +1,9 @@
 """Convolutions: batch and channels in every placement, also grouped and transposed, forward and backward."""
 
-import pytest
 import torch
-from hypothesis import given, settings
 
 import vescale as vs
-from tests.rule_cases import Case, check, check_all, check_free, mesh_of, names, on_two_axes, whole
+from tests.rule_cases import Case, family, mesh_of, whole
 from vescale.spmd.placements import P, Shard
 
 aten = torch.ops.aten
@@ -52,22 +50,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=names(CASES))
-def test_values(case):
-    check_all(case, mesh_of(3))
-    check_all(case, mesh_of(2))
-
-
-@pytest.mark.parametrize("case", CASES, ids=names(CASES))
-def test_promises(case):
-    check_free(case, 2)
-    check_free(case, 3)
-
-
-@settings(max_examples=40)
-@given(on_two_axes(CASES))
-def test_two_axes(drawn):
-    check(*drawn, mesh_of(2, 2))
+test_values, test_promises, test_two_axes = family(CASES, ranks=(3, 2))
 
 
 def test_each_weight_is_reduced_once():

@@ -1,10 +1,8 @@
 """Resampling: values of plain torch; batch and channels, and the places of a sampler, are silent."""
 
-import pytest
 import torch
-from hypothesis import given, settings
 
-from tests.rule_cases import Case, check, check_all, check_free, mesh_of, names, on_two_axes, whole
+from tests.rule_cases import Case, family, whole
 
 aten = torch.ops.aten
 
@@ -57,18 +55,4 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=names(CASES))
-def test_values(case):
-    check_all(case, mesh_of(3))
-
-
-@pytest.mark.parametrize("case", CASES, ids=names(CASES))
-def test_promises(case):
-    check_free(case, 2)
-    check_free(case, 3)
-
-
-@settings(max_examples=40)
-@given(on_two_axes(CASES))
-def test_two_axes(drawn):
-    check(*drawn, mesh_of(2, 2))
+test_values, test_promises, test_two_axes = family(CASES)

@@ -1,10 +1,8 @@
 """Sorting, selecting, scanning: every placement has the values of plain torch, other dims are silent."""
 
-import pytest
 import torch
-from hypothesis import given, settings
 
-from tests.rule_cases import Case, check, check_all, check_free, mesh_of, names, normal, on_two_axes, whole
+from tests.rule_cases import Case, family, normal, whole
 
 aten = torch.ops.aten
 words = str.split
@@ -37,18 +35,4 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=names(CASES))
-def test_values(case):
-    check_all(case, mesh_of(3))
-
-
-@pytest.mark.parametrize("case", CASES, ids=names(CASES))
-def test_promises(case):
-    check_free(case, 2)
-    check_free(case, 3)
-
-
-@settings(max_examples=40)
-@given(on_two_axes(CASES))
-def test_two_axes(drawn):
-    check(*drawn, mesh_of(2, 2))
+test_values, test_promises, test_two_axes = family(CASES)
