@@ -350,8 +350,8 @@ class _Differentiated(Parallelized):
         values = decision.partitioned.values
         entered = [index for index, layout in enumerate(decision.layouts) if layout is not None]
         return _Halves(
-            compile_partitioned(parts.forward, mesh),
-            compile_partitioned(parts.backward, mesh),
+            compile_partitioned(parts.forward, mesh, optimise=True),
+            compile_partitioned(parts.backward, mesh, optimise=True),
             results,
             len(parts.forward.outputs) - results,
             tuple(
