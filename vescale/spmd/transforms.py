@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import _tree
-from .._compat import base_tensor, generator_key
+from .._compat import base_tensor, generator_key, outlived
 from .._errors import ArgumentError, explain
 from ..rng.reuse import paused
 from .dtensor import DTensor, place
@@ -281,7 +281,7 @@ class _Repeatable:
     def again(self, *tensors: torch.Tensor) -> Any:
         now = [torch_state(generator) for generator in self.generators]
         for generator, state in zip(self.generators, self.states, strict=True):
-            set_torch_state(state, generator)
+            set_torch_state(outlived(state), generator)
         tracing = current_trace()
         outer = tracing.repeated if tracing else None
         if tracing is not None:
@@ -309,7 +309,7 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        tensors = ctx.saved_tensors
+        tensors = [outlived(tensor) for tensor in ctx.saved_tensors]  # of a remat inside a remat
         chosen = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
 
         def some(*values: torch.Tensor) -> Any:
