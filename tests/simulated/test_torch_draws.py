@@ -459,7 +459,7 @@ def test_remat_inside_remat(static):
     x, w = X.double(), torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6)
     torch.manual_seed(3)
     expected, state = step(x, w, lambda fn: fn), torch.get_rng_state()
-    run = again = lambda x, w: step(x, w, vs.remat)  # noqa: E731
+    run = again = lambda x, w: step(x, w, vs.remat)
     if static is not None:
         plan = vs.Plan(vs.make_mesh({"a": 2}, backend="simulated"), inputs={"x": P(a=Shard(0))})
         run = vs.parallelize(again, plan, static=static)

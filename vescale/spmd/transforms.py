@@ -32,6 +32,24 @@ _library.impl("constrain", lambda x, index: x.clone(), "CompositeExplicitAutogra
 _library.impl("constrain", lambda x, index: torch.empty_like(x), "Meta")
 
 
+def _map_constrain(info: Any, in_dims: Any, x: torch.Tensor, index: int) -> tuple[torch.Tensor, int]:
+    """Under vmap: each slice as the constraint says, the mapped dim last and whole.
+
+    The gradient of one slice isn't that of the parameter, and rests nowhere.
+    """
+    tracing = current_trace()
+    assert tracing is not None
+    pin = tracing.constraints[index]
+    if pin.gradient:
+        return x, in_dims[0]
+    tracing.constraints.append(Pin(pin.spec.spec if isinstance(pin.spec, Layout) else pin.spec, pin.cause))
+    moved = x.movedim(in_dims[0], -1)
+    return torch.ops.vescale.constrain(moved, len(tracing.constraints) - 1), moved.dim() - 1
+
+
+torch.library.register_vmap("vescale::constrain", _map_constrain, lib=_library)
+
+
 class _Constrain(torch.autograd.Function):
     generate_vmap_rule = True
 
