@@ -97,6 +97,15 @@ def outside_functorch() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
+def outlived(tensor: torch.Tensor) -> torch.Tensor:
+    """2.11 - 2.13. The tensor below the wrappers of torch.func's levels that are over.
+
+    A pullback of torch.func.vjp runs after its level, on what was saved inside; a vjp of such a wrapper is
+    an internal error of torch's ("escaped?").
+    """
+    return _functorch.unwrap_if_dead(tensor)
+
+
 def default_device() -> torch.device:
     """2.11 - 2.13. torch.get_default_device, at 0.1 us in place of 2.9 where no default was set.
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import vescale as vs
 from tests.graphs import evaluate, ops, traced
@@ -352,6 +353,11 @@ class OldStyle(torch.autograd.Function):
 def test_an_autograd_function_of_the_old_form_is_named_in_a_gradient():
     with pytest.raises(TraceError, match="setup_context"):
         traced(vs.grad(lambda a: OldStyle.apply(a).sum()), X)
+
+
+def test_a_checkpoint_of_torch_is_told_of_remat():
+    with pytest.raises(TraceError, match=r"vs\.remat\(fn\)"):
+        traced(vs.grad(lambda a: checkpoint(torch.tanh, a, use_reentrant=False).sum()), X)
 
 
 @pytest.mark.parametrize(

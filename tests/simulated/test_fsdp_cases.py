@@ -135,6 +135,27 @@ def test_frozen_parameters_are_gathered_and_get_no_gradient(low):
     assert all(c.value.startswith(name) for c in lowered.collectives() if c.kind == "all_gather")
 
 
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"r": 2, "dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_the_gradient_of_each_row_stays_with_its_row(axes):
+    """Under vmap a gradient is a slice, which rests nowhere; their mean is again a gradient."""
+    rules = {r"blocks\.\d+\.w": vs.P(tp=vs.Shard(1))} if "tp" in axes else None
+    plan = plan_on(axes, ("r", "dp") if "r" in axes else "dp", rules)
+
+    def step(params, batch):
+        each = vs.vmap(vs.grad(lambda params, row: loss_fn(params, row[None])), (None, 0))(params, batch)
+        mean = _tree.tree_map(lambda g: g.mean(0), each)
+        return _tree.tree_map(torch.sub, params, mean), each
+
+    params, batch = make_params(), make_batch()
+    run, placed = vs.parallelize(step, plan), vs.distribute(params, plan)
+    found = run(placed, batch)
+    close(found, step(params, batch))
+    assert all(each.layout.spec["dp"] == vs.Shard(0) for each in _tree.leaves(found[1]))
+    assert len(run.lower(placed, batch).as_text().splitlines()) < 200  # not a few lines a row
+    again, _ = run(found[0], batch)
+    assert all(a.layout is b.layout for a, b in zip(_tree.leaves(again), _tree.leaves(placed), strict=True))
+
+
 # Which kinds of parameters there are.
 
 

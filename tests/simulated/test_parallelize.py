@@ -334,6 +334,18 @@ def test_constrain_pins_the_gradient_too():
     assert_equal((value, gradient), ((X**2).sum(), 2 * X))
 
 
+def test_constrain_under_vmap_is_one_of_each_slice():
+    """In the order of the slice's own dims, whichever dim is mapped; no warning of a missing rule."""
+
+    def each(x):
+        return vs.vmap(lambda row: vs.constrain(row.exp(), P(tp=Shard(0))), 1)(x)
+
+    run = vs.parallelize(each, ROWS)
+    found = run(X)
+    assert torch.equal(found.full_tensor(), each(X))
+    assert found.layout.spec == P(tp=Shard(1))
+
+
 def test_a_constraint_is_a_placement():
     with pytest.raises(ArgumentError, match=r"P of placements by axis name"):
         vs.parallelize(lambda x: vs.constrain(x, Shard(0)), ROWS)(X)  # type: ignore[arg-type]

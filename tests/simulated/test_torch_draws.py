@@ -444,6 +444,32 @@ def test_remat_draws_again_from_a_generator_that_is_passed():
     assert len({bytes(generator.get_state().tolist()) for generator in generators}) == 1
 
 
+@pytest.mark.parametrize("static", [True, False, None], ids=["static", "op by op", "plain"])
+def test_remat_inside_remat(static):
+    """Twice, with draws before, between and inside: gradients and the generator are those without remat."""
+
+    def layer(x, w):
+        return F.dropout(torch.tanh(x @ w), 0.3)
+
+    def step(x, w, wrap):
+        one = lambda x, w: F.dropout(wrap(layer)(x, w), 0.2)  # noqa: E731
+        two = lambda x, w: wrap(one)(wrap(layer)(x, w), w)  # noqa: E731
+        return vs.grad(lambda w: (wrap(two)(x, w) * torch.rand(SHAPE)).sum())(w)
+
+    x, w = X.double(), torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6)
+    torch.manual_seed(3)
+    expected, state = step(x, w, lambda fn: fn), torch.get_rng_state()
+    run = again = lambda x, w: step(x, w, vs.remat)
+    if static is not None:
+        plan = vs.Plan(vs.make_mesh({"a": 2}, backend="simulated"), inputs={"x": P(a=Shard(0))})
+        run = vs.parallelize(again, plan, static=static)
+    torch.manual_seed(3)
+    found = run(x, w)
+    found = found.full_tensor() if isinstance(found, vs.DTensor) else found
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_remat_of_a_closed_over_generator_is_refused():
     generator, mesh = torch.Generator(), vs.make_mesh({"a": 2}, backend="simulated")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import _tree
-from .._compat import base_tensor, generator_key
+from .._compat import base_tensor, generator_key, outlived
 from .._errors import ArgumentError, explain
 from ..rng.reuse import paused
 from .dtensor import DTensor, place
@@ -30,6 +30,24 @@ _library = torch.library.Library("vescale", "FRAGMENT")
 _library.define("constrain(Tensor x, int index) -> Tensor")
 _library.impl("constrain", lambda x, index: x.clone(), "CompositeExplicitAutograd")
 _library.impl("constrain", lambda x, index: torch.empty_like(x), "Meta")
+
+
+def _map_constrain(info: Any, in_dims: Any, x: torch.Tensor, index: int) -> tuple[torch.Tensor, int]:
+    """Under vmap: each slice as the constraint says, the mapped dim last and whole.
+
+    The gradient of one slice isn't that of the parameter, and rests nowhere.
+    """
+    tracing = current_trace()
+    assert tracing is not None
+    pin = tracing.constraints[index]
+    if pin.gradient:
+        return x, in_dims[0]
+    tracing.constraints.append(Pin(pin.spec.spec if isinstance(pin.spec, Layout) else pin.spec, pin.cause))
+    moved = x.movedim(in_dims[0], -1)
+    return torch.ops.vescale.constrain(moved, len(tracing.constraints) - 1), moved.dim() - 1
+
+
+torch.library.register_vmap("vescale::constrain", _map_constrain, lib=_library)
 
 
 class _Constrain(torch.autograd.Function):
@@ -291,7 +309,7 @@ class _Repeatable:
     def again(self, *tensors: torch.Tensor) -> Any:
         now = [torch_state(generator) for generator in self.generators]
         for generator, state in zip(self.generators, self.states, strict=True):
-            set_torch_state(state, generator)
+            set_torch_state(outlived(state), generator)
         tracing = current_trace()
         outer = tracing.repeated if tracing else None
         if tracing is not None:
@@ -319,7 +337,7 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        tensors = ctx.saved_tensors
+        tensors = [outlived(tensor) for tensor in ctx.saved_tensors]  # of a remat inside a remat
         chosen = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
 
         def some(*values: torch.Tensor) -> Any:

@@ -568,6 +568,15 @@ def _explained(recorder: _Recorder, error: RuntimeError) -> TraceError | None:
                 remedy="give the Function a setup_context, or use an op without it",
             )
         )
+    if "saved tensor hooks" in text:
+        return TraceError(
+            explain(
+                "hooks on saved tensors, such as those of torch.utils.checkpoint",
+                where=recorder.line or user_line(),
+                rule="gradients are those of torch.func, which has no such hooks",
+                remedy="vs.remat(fn)(x) in the place of checkpoint(fn, x)",
+            )
+        )
     return None
 
 
