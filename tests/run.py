@@ -9,8 +9,8 @@ from pathlib import Path
 SIMULATED = sorted(map(str, Path("tests/simulated").glob("test_*.py")))
 # Of about the same length: what is simulated takes twice as long as all the rest.
 HALVES = (
-    [path for path in SIMULATED if path < "tests/simulated/test_s"],
-    ["tests/pure", "tests/processes", "tests/gpu", *(p for p in SIMULATED if p > "tests/simulated/test_s")],
+    [path for path in SIMULATED if path < "tests/simulated/test_rules_m"],
+    ["tests/pure", "tests/processes", "tests/gpu", *(p for p in SIMULATED if p > "tests/simulated/test_rules_m")],
 )
 
 
