@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 
 SIMULATED = sorted(map(str, Path("tests/simulated").glob("test_*.py")))
-# Of about the same length: what is simulated takes twice as long as all the rest.
+BORDER = "tests/simulated/test_rules_m"  # halves of about the same length
 HALVES = (
-    [path for path in SIMULATED if path < "tests/simulated/test_rules_m"],
-    ["tests/pure", "tests/processes", "tests/gpu", *(p for p in SIMULATED if p > "tests/simulated/test_rules_m")],
+    [path for path in SIMULATED if path < BORDER],
+    ["tests/pure", "tests/processes", "tests/gpu", *(path for path in SIMULATED if path > BORDER)],
 )
 
 
