@@ -14,7 +14,7 @@ from tests.gpt import TP, ragged
 from vescale._errors import ArgumentError, PlanError, TraceError
 from vescale.spmd.placements import P, RaggedShard, Shard
 
-MESHES = [{"dp": 1}, {"dp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}]
+MESHES = [{"dp": 1}, {"dp": 2}, {"dp": 3}, {"tp": 4}, {"dp": 2, "tp": 2}]
 
 
 def mesh_of(axes):
