@@ -1,30 +1,17 @@
 """JAX-style functional SPMD on torch.
 
 Names only; each is documented where it is defined. Read in this order: meshes and placements,
-layouts and tensors, plans, programs, transforms; then random numbers and optimizers.
+layouts and tensors, plans, programs and modules, functions on local shards, transforms; then parameters
+in flat buffers, random numbers and optimizers.
 """
 
 __version__ = "0.1.0"
 
 # isort: off
-# random numbers and optimizers
-from . import fsdp, optim, rng
 from ._errors import VescaleError
-from .spmd.distribute import distribute
-from .spmd.dtensor import DTensor, distribute_tensor, from_local, from_torch
-from .spmd.tensor_group import TensorGroup
-from .spmd.redistribute_many import redistribute_many
-from .spmd.program.dispatch import no_implicit_redistribute
-
-# layouts and tensors
-from .spmd.functional import functional
-from .spmd.init import init
-from .spmd.layout import AbstractMesh, Layout
-from .spmd.visualize import visualize
 
 # meshes and placements
 from .spmd.mesh import Mesh, make_mesh
-from .spmd.parallelize import parallelize
 from .spmd.placements import (
     InterleavedShard,
     P,
@@ -35,9 +22,23 @@ from .spmd.placements import (
     StridedRaggedShard,
 )
 
-# plans and programs
-from .spmd import plans
+# layouts and tensors
+from .spmd.layout import AbstractMesh, Layout
+from .spmd.dtensor import DTensor, distribute_tensor, from_local, from_torch
+from .spmd.tensor_group import TensorGroup
+from .spmd.redistribute_many import redistribute_many
+from .spmd.program.dispatch import no_implicit_redistribute
+from .spmd.visualize import visualize
+
+# plans
 from .spmd.plan import Plan, Staged
+from .spmd import plans
+from .spmd.distribute import distribute
+
+# programs and modules
+from .spmd.parallelize import parallelize
+from .spmd.functional import functional
+from .spmd.init import init
 from .spmd.estimate import estimate
 
 # functions on local shards, and what they communicate
@@ -59,11 +60,15 @@ from .spmd.collectives import (
 )
 from .spmd.ragged_collectives import all_gather_ragged, all_to_all_ragged, psum_scatter_ragged
 
-# parameters in flat buffers
-from .fsdp import FSDP, Elements, Rows, Tile, Whole
-
 # transforms
 from .spmd.transforms import constrain, grad, remat, value_and_grad, vmap
+
+# parameters in flat buffers
+from . import fsdp
+from .fsdp import FSDP, Elements, Rows, Tile, Whole
+
+# random numbers and optimizers
+from . import optim, rng
 
 __all__ = [
     "AbstractMesh",
