@@ -8,7 +8,17 @@ from typing import Any
 import torch
 
 from ..program.ir import Node, Ref, TensorMeta
-from .notation import ALL_DIMS, Dims, Pattern, operand_metas, overloads, result_shapes, rule, rule_for_tag
+from .notation import (
+    ALL_DIMS,
+    Pattern,
+    broadcast_dims,
+    named_dims,
+    operand_metas,
+    overloads,
+    result_shapes,
+    rule,
+    rule_for_tag,
+)
 
 aten = torch.ops.aten
 
@@ -16,19 +26,10 @@ aten = torch.ops.aten
 def broadcast_pattern(node: Node, metas: Sequence[TensorMeta], **options: Any) -> Pattern:
     """Right-aligned dims; a dim of size 1 against a longer one has no factor."""
     (shape, *_) = result_shapes(node, metas)
-    sizes = {f"d{dim}": size for dim, size in enumerate(shape)}
-    whole: Dims = tuple((name,) for name in sizes)
-
-    def dims(meta: TensorMeta) -> Dims:
-        offset = len(shape) - len(meta.shape)
-        return tuple(
-            () if size == 1 and shape[offset + dim] != 1 else (f"d{offset + dim}",)
-            for dim, size in enumerate(meta.shape)
-        )
-
+    whole, sizes = named_dims(shape)
     return Pattern(
-        tuple(dims(meta) for meta in operand_metas(node, metas)),
-        tuple(whole for out in node.outs if out is not None),
+        broadcast_dims([meta.shape for meta in operand_metas(node, metas)], shape),
+        tuple(tuple(whole) for out in node.outs if out is not None),
         sizes,
         ragged=ALL_DIMS,
         pointwise=True,

@@ -11,7 +11,7 @@ import torch
 
 from ..program.ir import Node, TensorMeta
 from .elementwise import broadcast_pattern
-from .notation import Dims, LocalCall, Pattern, argument, operand_metas, rule
+from .notation import Dims, LocalCall, Pattern, argument, broadcast_dims, operand_metas, rule
 
 aten = torch.ops.aten
 
@@ -67,13 +67,7 @@ def elementwise_loss(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     shapes = [meta.shape for meta in operand_metas(node, metas)]
     full = torch.broadcast_shapes(*shapes)
     sizes = {f"d{dim}": size for dim, size in enumerate(full)}
-    operands = tuple(
-        tuple(
-            () if size == 1 and full[dim] != 1 else (f"d{dim}",)
-            for dim, size in enumerate(shape, len(full) - len(shape))
-        )
-        for shape in shapes
-    )
+    operands = broadcast_dims(shapes, full)
     expand = dict.fromkeys(sizes, _apart(node.op, position, reduction))
     return Pattern(operands, ((),), sizes, expand=expand, ragged=1)
 

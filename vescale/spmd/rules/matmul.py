@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..program.ir import Node, TensorMeta
-from .notation import Dims, Pattern, operand_metas, result_shapes, rule
+from .notation import Dims, Pattern, broadcast_dims, operand_metas, result_shapes, rule
 
 aten = torch.ops.aten
 
@@ -84,13 +84,7 @@ def dist(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     shapes = [meta.shape for meta in operand_metas(node, metas)]
     full = torch.broadcast_shapes(*shapes)
     sizes = {f"d{dim}": size for dim, size in enumerate(full)}
-    operands = tuple(
-        tuple(
-            () if size == 1 and full[dim] != 1 else (f"d{dim}",)
-            for dim, size in enumerate(shape, len(full) - len(shape))
-        )
-        for shape in shapes
-    )
+    operands = broadcast_dims(shapes, full)
 
     def apart(x: Any, y: Any, p: float = 2) -> Any:
         return torch.linalg.vector_norm(x - y, p)

@@ -206,6 +206,31 @@ def rule(
     return None
 
 
+def named_dims(shape: Sequence[int]) -> tuple[list[Dim], dict[str, int]]:
+    """A factor for each dim, and their sizes.
+
+    >>> named_dims((3, 2))
+    ([('d0',), ('d1',)], {'d0': 3, 'd1': 2})
+    """
+    sizes = {f"d{dim}": size for dim, size in enumerate(shape)}
+    return [(name,) for name in sizes], sizes
+
+
+def broadcast_dims(shapes: Sequence[Sequence[int]], full: Sequence[int]) -> tuple[Dims, ...]:
+    """Right-aligned factors of tensors that are broadcast to `full`; size 1 against a longer dim has none.
+
+    >>> broadcast_dims([(3, 1), (2,)], (3, 2))
+    ((('d0',), ()), (('d1',),))
+    """
+    return tuple(
+        tuple(
+            () if size == 1 != full[dim] else (f"d{dim}",)
+            for dim, size in enumerate(shape, len(full) - len(shape))
+        )
+        for shape in shapes
+    )
+
+
 def overloads(*packets: Any) -> list[OpOverload]:
     """All functional overloads of op packets: those that neither mutate nor write to `out`."""
     from ..._compat import is_mutable

@@ -13,7 +13,17 @@ import torch
 
 from ..program.ir import Node, TensorMeta
 from .batched import FIRST, along, local_size, own_range, unless_empty, unsharded
-from .notation import Dims, LocalCall, Localise, Pattern, argument, operand_metas, result_shapes, rule
+from .notation import (
+    Dims,
+    LocalCall,
+    Localise,
+    Pattern,
+    argument,
+    named_dims,
+    operand_metas,
+    result_shapes,
+    rule,
+)
 
 aten = torch.ops.aten
 
@@ -21,8 +31,8 @@ BOTH = (frozenset((0, 1)),)
 
 
 def _names(shape: Sequence[int]) -> tuple[Dims, dict[str, int]]:
-    names = [f"d{dim}" for dim in range(len(shape))]
-    return tuple((name,) for name in names), dict(zip(names, shape, strict=True))
+    dims, sizes = named_dims(shape)
+    return tuple(dims), sizes
 
 
 @rule(aten.select_backward.default)

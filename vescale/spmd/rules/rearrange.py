@@ -7,15 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from ..program.ir import Node, TensorMeta
-from .notation import Dim, Dims, Pattern, argument, operand_metas, result_shapes, rule
+from .notation import Dims, Pattern, argument, named_dims, operand_metas, result_shapes, rule
 
 aten = torch.ops.aten
 
 FIRST = (frozenset((0,)),)
-
-
-def _dims(shape: Sequence[int]) -> tuple[list[Dim], dict[str, int]]:
-    return [(f"d{dim}",) for dim in range(len(shape))], {f"d{dim}": size for dim, size in enumerate(shape)}
 
 
 @rule(aten.glu.default)
@@ -31,7 +27,7 @@ def glu_backward(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 
 
 def _halves(shape: Sequence[int], dim: int) -> tuple[Dims, Dims, dict[str, int]]:
-    dims, sizes = _dims(shape)
+    dims, sizes = named_dims(shape)
     dim %= len(shape)
     sizes |= {"half": 2, f"d{dim}": shape[dim] // 2}
     return tuple(dims), (*dims[:dim], ("half", f"d{dim}"), *dims[dim + 1 :]), sizes
@@ -39,14 +35,14 @@ def _halves(shape: Sequence[int], dim: int) -> tuple[Dims, Dims, dict[str, int]]
 
 @rule(aten.view_as_real.default)
 def view_as_real(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
-    dims, sizes = _dims(result_shapes(node, metas)[0])
+    dims, sizes = named_dims(result_shapes(node, metas)[0])
     whole = frozenset(dims[-1])
     return Pattern((tuple(dims[:-1]),), (tuple(dims),), sizes, whole=whole, linear=FIRST, view=True)
 
 
 @rule(aten.view_as_complex.default)
 def view_as_complex(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
-    dims, sizes = _dims(operand_metas(node, metas)[0].shape)
+    dims, sizes = named_dims(operand_metas(node, metas)[0].shape)
     whole = frozenset(dims[-1])
     return Pattern((tuple(dims),), (tuple(dims[:-1]),), sizes, whole=whole, linear=FIRST, view=True)
 
@@ -55,7 +51,7 @@ def view_as_complex(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 def look_up(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     """Each element is looked up among all of the second operand's."""
     shape, others = (meta.shape for meta in operand_metas(node, metas))
-    dims, sizes = _dims(shape)
+    dims, sizes = named_dims(shape)
     names: Dims = tuple((f"o{dim}",) for dim in range(len(others)))
     sizes |= {f"o{dim}": size for dim, size in enumerate(others)}
     whole = frozenset(name for (name,) in names)

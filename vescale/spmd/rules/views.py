@@ -12,10 +12,10 @@ import torch
 from ..program.ir import Node, TensorMeta
 from .notation import (
     ALL_DIMS,
-    Dim,
     Dims,
     LocalCall,
     Pattern,
+    named_dims,
     operand_metas,
     overloads,
     result_shape_arg,
@@ -121,12 +121,8 @@ def _opaque(source: Sequence[int], target: Sequence[int]) -> Pattern:
     return Pattern((operand,), (result,), sizes, whole=frozenset(sizes), linear=FIRST, view=True)
 
 
-def _dims(shape: Sequence[int]) -> tuple[list[Dim], dict[str, int]]:
-    return [(f"d{dim}",) for dim in range(len(shape))], {f"d{dim}": size for dim, size in enumerate(shape)}
-
-
 def _permuted(node: Node, metas: Sequence[TensorMeta], order: Sequence[int]) -> Pattern:
-    dims, sizes = _dims(operand_metas(node, metas)[0].shape)
+    dims, sizes = named_dims(operand_metas(node, metas)[0].shape)
     return Pattern(
         (tuple(dims),), (tuple(dims[dim] for dim in order),), sizes, linear=FIRST, view=True, ragged=1
     )
@@ -156,7 +152,7 @@ def permute(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 
 @rule([aten.unsqueeze.default, aten.unsqueeze_copy.default])
 def unsqueeze(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
-    dims, sizes = _dims(operand_metas(node, metas)[0].shape)
+    dims, sizes = named_dims(operand_metas(node, metas)[0].shape)
     at = node.args[1] % (len(dims) + 1)
     return Pattern((tuple(dims),), ((*dims[:at], (), *dims[at:]),), sizes, linear=FIRST, view=True, ragged=1)
 
@@ -164,7 +160,7 @@ def unsqueeze(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 @rule(overloads(aten.squeeze, aten.squeeze_copy))
 def squeeze(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     shape = operand_metas(node, metas)[0].shape
-    _, sizes = _dims(shape)
+    _, sizes = named_dims(shape)
     wanted = (
         range(len(shape))
         if len(node.args) < 2
@@ -193,7 +189,7 @@ def squeeze(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 @rule([aten.expand.default, aten.expand_copy.default])
 def expand(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     source, target = operand_metas(node, metas)[0].shape, result_shapes(node, metas)[0]
-    dims, sizes = _dims(target)
+    dims, sizes = named_dims(target)
     offset = len(target) - len(source)
     operand: Dims = tuple(() if size == 1 else dims[offset + dim] for dim, size in enumerate(source))
     return Pattern(
@@ -204,7 +200,7 @@ def expand(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 @rule([aten.slice.Tensor, aten.slice_copy.Tensor])
 def slice_(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     source, target = operand_metas(node, metas)[0].shape, result_shapes(node, metas)[0]
-    dims, sizes = _dims(source)
+    dims, sizes = named_dims(source)
     dim = (node.args[1] if len(node.args) > 1 else 0) % len(source)
     result = list(dims)
     if source[dim] == target[dim] and (len(node.args) < 5 or node.args[4] == 1):
@@ -231,7 +227,7 @@ def slice_(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 
 @rule([aten.select.int, aten.select_copy.int])
 def select(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
-    dims, sizes = _dims(operand_metas(node, metas)[0].shape)
+    dims, sizes = named_dims(operand_metas(node, metas)[0].shape)
     dim = node.args[1] % len(dims)
     return Pattern(
         (tuple(dims),),
@@ -246,7 +242,7 @@ def select(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 
 @rule([aten.unbind.int, aten.unbind_copy.int])
 def unbind(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
-    dims, sizes = _dims(operand_metas(node, metas)[0].shape)
+    dims, sizes = named_dims(operand_metas(node, metas)[0].shape)
     dim = (node.args[1] if len(node.args) > 1 else 0) % len(dims)
     result = tuple(dims[:dim] + dims[dim + 1 :])
     return Pattern(
@@ -267,7 +263,7 @@ _SPLITS = ("split", "split_copy", "split_with_sizes", "split_with_sizes_copy", "
 def split(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     """Equal sections are a factor of their own, so a shard interleaved by sections stays where it is."""
     shape = operand_metas(node, metas)[0].shape
-    dims, sizes = _dims(shape)
+    dims, sizes = named_dims(shape)
     dim = (node.args[2] if len(node.args) > 2 else 0) % len(shape)
     lengths = [result[dim] for result in result_shapes(node, metas)]
     results: list[Dims] = []
@@ -303,7 +299,7 @@ def split(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 def cat(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     shapes = [meta.shape for meta in operand_metas(node, metas)]
     (result,) = result_shapes(node, metas)
-    dims, sizes = _dims(result)
+    dims, sizes = named_dims(result)
     dim = (node.args[1] if len(node.args) > 1 else 0) % len(result)
     everything = (frozenset(range(len(shapes))),)
     del sizes[f"d{dim}"]
@@ -339,7 +335,7 @@ def cat(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 @rule(aten.stack.default)
 def stack(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     shapes = [meta.shape for meta in operand_metas(node, metas)]
-    dims, sizes = _dims(shapes[0])
+    dims, sizes = named_dims(shapes[0])
     dim = (node.args[1] if len(node.args) > 1 else 0) % (len(dims) + 1)
     sizes["new"] = len(shapes)
     return Pattern(
