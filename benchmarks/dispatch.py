@@ -32,7 +32,8 @@ from torch.distributed.tensor.experimental import implicit_replication, register
 import vescale as vs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from train_gpt import GPT, LR, VOCAB, functional_step
+from gpt import GPT, VOCAB
+from train_gpt import LR, functional_step
 
 STEPS, WARMUP = 10, 3
 # (width, rows, length): the most that (b)/(a) may be

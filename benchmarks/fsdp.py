@@ -42,7 +42,7 @@ import vescale as vs
 from vescale import _tree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from examples.train_gpt import GPT, VOCAB
+from examples.gpt import GPT, VOCAB
 
 BLOCKS, ROWS, CONTEXT, STEPS, WARMUP = 4, 4, 64, 5, 3
 SPEED, MEMORY = {64: 1.25, 256: 1.15}, {256: 0.84}

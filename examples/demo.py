@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import gpt
 import torch
 import train_gpt
 from torch import Tensor
@@ -54,20 +55,20 @@ def digests(params: dict, opt_state: dict, loss: Tensor) -> dict[str, str]:
 
 
 def rows_of_steps() -> tuple[Tensor, Tensor]:
-    text, _ = train_gpt.read_text()
-    return text, train_gpt.row_starts(text, BITWISE_STEPS, BATCH, SEED)
+    text, _ = gpt.read_text()
+    return text, gpt.row_starts(text, BITWISE_STEPS, BATCH, SEED)
 
 
 def record_plain() -> Iterator[dict[str, str]]:
     """The train step called as it is, on plain tensors; and the usual torch training loop must agree."""
     torch.manual_seed(SEED)
-    model = train_gpt.GPT()
+    model = gpt.GPT()
     train_step, _, init = train_gpt.functional_step(model)
     params = {n: p.detach().clone() for n, p in model.named_parameters()}
     opt_state, usual = init(params), train_gpt.plain_step(model)
     text, starts = rows_of_steps()
     for start in starts:
-        rows = train_gpt.read_rows(text, start)
+        rows = gpt.read_rows(text, start)
         params, opt_state, loss = train_step(params, opt_state, rows)
         usual_loss = usual(rows)
         assert loss.item() == usual_loss, "the functional step differs from the usual loop"
@@ -77,15 +78,15 @@ def record_plain() -> Iterator[dict[str, str]]:
 
 def record_sharded(mesh: vs.Mesh) -> Iterator[dict[str, str]]:
     torch.manual_seed(SEED)
-    model = train_gpt.GPT()
+    model = gpt.GPT()
     train_step, _, init = train_gpt.functional_step(model)
-    plan = train_gpt.make_plan(mesh)
+    plan = gpt.make_plan(mesh)
     step = vs.parallelize(train_step, plan, donate=("params", "opt_state"))
     params = vs.distribute({n: p.detach().clone() for n, p in model.named_parameters()}, plan)
     opt_state = init(params)
     text, starts = rows_of_steps()
     for start in starts:
-        params, opt_state, loss = step(params, opt_state, train_gpt.feed(text, start, mesh))
+        params, opt_state, loss = step(params, opt_state, gpt.feed(text, start, mesh))
         yield digests(params, opt_state, loss)
 
 
@@ -160,7 +161,7 @@ def training() -> None:
     print(f"      each with its cause and source line: {OUT / 'collectives.txt'}; the first of them:")
     print("\n".join(f"      {line}" for line in str(seen.collectives).splitlines()[:6]))
 
-    blocks, params = 4, sum(1 for _ in train_gpt.GPT().parameters())
+    blocks, params = 4, sum(1 for _ in gpt.GPT().parameters())
     wanted = {
         ("all_reduce", "tp"): 4 * blocks,
         ("all_gather", "dp"): params,

@@ -3,7 +3,7 @@
 import torch
 
 import vescale as vs
-from examples.train_gpt import GPT
+from examples.gpt import GPT
 from vescale.spmd.placements import InterleavedShard, P, Shard
 from vescale.spmd.plan import Staged
 

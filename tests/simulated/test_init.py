@@ -9,7 +9,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import vescale as vs
-from examples.train_gpt import GPT
+from examples.gpt import GPT
 from tests.gpt import TP, ragged
 from vescale._errors import ArgumentError, PlanError, TraceError
 from vescale.spmd.placements import P, RaggedShard, Shard

@@ -4,8 +4,7 @@ The loss and every gradient of a step are those of plain torch in float64, and e
 the plan explains. Llama has L blocks of 9 parameters, an embedding, a last norm and a head.
 """
 
-import sys
-from pathlib import Path
+from importlib import import_module
 
 import pytest
 import torch
@@ -28,10 +27,7 @@ from tests.models import (
 )
 from vescale._errors import TraceError
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import dit
-
-sys.path.pop(0)
+dit = import_module("examples.09_dit")
 
 BOUND = 1e-10
 L = SIZES["num_hidden_layers"]

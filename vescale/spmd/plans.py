@@ -82,7 +82,7 @@ def mixtral(
 
 
 def dit(mesh: Mesh, *, batch: str = "batch") -> Plan:
-    """A diffusion transformer (Peebles & Xie 2023) with the names of `examples/dit.py`.
+    """A diffusion transformer (Peebles & Xie 2023) with the names of `examples/09_dit.py`.
 
     Attention and MLPs are split over tp as in `llama`; `qkv` holds queries, keys and values one after the
     other. The modulations, a third of the parameters, are split by rows, and the few numbers an image that

@@ -1,6 +1,6 @@
 """An expert-parallel layer: tokens travel to the rank of their expert and back, as many as there are.
 
-    python examples/expert_parallel.py
+    python examples/12_expert_parallel.py
 
 Claim: the layer gives what the dense computation gives, gradients too, also when an expert gets no token.
 """

@@ -1,6 +1,6 @@
 """Ring attention: causal attention over a sequence that no rank holds whole.
 
-    python examples/ring_attention.py
+    python examples/11_ring_attention.py
 
 Every rank keeps its queries; keys and values travel around the ring. A softmax is put together block by
 block from its running maximum and sum (Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise

@@ -1,6 +1,6 @@
 """A tensor-parallel MLP in both styles: shards and collectives by hand, or one-device code and a plan.
 
-    python examples/tensor_parallel_mlp.py
+    python examples/02_tensor_parallel_mlp.py
 
 Claim: both give the same bits, value and gradients, with the same four reductions.
 """

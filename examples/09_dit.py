@@ -1,6 +1,6 @@
 """Train a diffusion transformer (Peebles & Xie, "Scalable Diffusion Models with Transformers", 2023).
 
-    python examples/dit.py
+    python examples/09_dit.py
 
 Claim: on a mesh of dp and tp the losses are those of one device, noise included, to rounding; the plan is
 `vs.plans.dit`, and nothing in the model knows of meshes.
