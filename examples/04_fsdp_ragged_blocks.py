@@ -2,8 +2,8 @@
 
     python examples/04_fsdp_ragged_blocks.py
 
-Claim: each block of the model moves in one gather each way and one reduction; shards end between tiles; the
-losses are those of plain torch to rounding; and a fused quantizer of tiles finds each of its tiles whole on a rank.
+Claim: each block of the model moves in one gather each way and one reduction; shards end between
+tiles, so that each is whole on a rank; and the losses are those of plain torch to rounding.
 """
 
 from collections import Counter

@@ -9,6 +9,7 @@ what moves over dp.)
 
 import os
 from collections import Counter
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -17,7 +18,7 @@ import transformers
 
 import vescale as vs
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -34,7 +35,7 @@ SIZES |= {
 
 def main() -> None:
     torch.manual_seed(0)
-    how = {"experts_implementation": "grouped_mm", "attn_implementation": "sdpa"}
+    how: Any = {"experts_implementation": "grouped_mm", "attn_implementation": "sdpa"}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **how))
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     tokens = torch.randint(SIZES["vocab_size"], (4, 16))
