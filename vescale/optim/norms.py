@@ -43,7 +43,7 @@ def global_norm(tree: Any, norm_type: float = 2.0) -> torch.Tensor:
         )
     if math.isinf(norm_type):
         return _together(tree, lambda x: x.abs().amax(), "max")
-    return _together(tree, lambda x: x.square().sum(), "sum").sqrt()
+    return _together(tree, lambda x: (x * x).sum(), "sum").sqrt()
 
 
 def all_finite(tree: Any) -> torch.Tensor:
