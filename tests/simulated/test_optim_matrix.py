@@ -10,6 +10,7 @@ from vescale import _tree
 from vescale.optim import apply_updates, partition
 from vescale.spmd.program import program as programs
 from vescale.spmd.program.emit import Call
+from vescale.spmd.program.passes import verifying
 
 each = pytest.mark.parametrize("name", OPTIMIZERS)
 COLUMNS = {"matrix": vs.P(tp=vs.Shard(1))}
@@ -80,9 +81,10 @@ def test_converges_on_a_gpt(name):
     params = vs.distribute(gpt.parameters(model), plan)
     state, losses = opt.init(params), []
     before = looks((params, state))
-    for _ in range(8):
-        params, state, loss = step(params, state, gpt.batch())
-        losses.append(loss.item())
+    with verifying(False):  # the tests of FSDP do, and it takes as long again
+        for _ in range(8):
+            params, state, loss = step(params, state, gpt.batch())
+            losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
     assert looks((params, state)) == before
     assert step.cache_info().misses == 1
