@@ -490,8 +490,21 @@ class Parallelized:
         signature: Signature,
         layouts: list[Layout | None],
     ) -> list[Layout | None]:
-        """The layouts of results: those that the plan says, else those of the argument that they mirror."""
+        """The layouts of results: those that the plan says, else those of the argument that they mirror.
+
+        Else those of the parameter whose path and shape they have, as state that a function makes.
+        """
         wishes: list[Layout | None] = [None] * len(shapes)
+        prefix = f"{self._plan.params_arg}."
+        by_path = {
+            path.removeprefix(prefix): layout
+            for path, layout in zip(signature.paths(), layouts, strict=True)
+            if path.startswith(prefix)
+        }
+        for index, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
+            owner = _owner(path.partition(".")[2], by_path)
+            if owner is not None and owner.shape == shape:
+                wishes[index] = owner
         for start, layouts_there in _mirrors(
             spec,
             shapes,
