@@ -9,6 +9,7 @@
 """
 
 from .adamw import adamw
+from .muon import muon
 from .optimizer import Optimizer, Updates, apply_updates
 
-__all__ = ["Optimizer", "Updates", "apply_updates", "adamw"]
+__all__ = ["Optimizer", "Updates", "apply_updates", "adamw", "muon"]

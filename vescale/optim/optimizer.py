@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _tree
+from .products import added
 
 Scalar = float | torch.Tensor
 
@@ -61,8 +62,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
     def leaf(p: torch.Tensor, keep: Scalar, delta: torch.Tensor) -> torch.Tensor:
         if isinstance(keep, float) and keep == 1.0:  # one op less for each parameter
-            return p + delta
-        return p * cast(keep, scalar_dtype(p)) + delta
+            return added(p, delta)
+        return added(p * cast(keep, scalar_dtype(p)), delta)
 
     return _tree.unflatten(spec, map(leaf, leaves, keeps, deltas))
 
