@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
 
 from .._compat import base_tensor
+from .._errors import LayoutError
 from ..spmd.dtensor import DTensor
 from ..spmd.layout import AbstractMesh, Layout
 from ..spmd.matrices import Matrices
@@ -31,7 +31,7 @@ from ..spmd.program.candidates import carry
 from ..spmd.redistribute_many import redistribute_many
 from ..spmd.rules.matrices import cuts_between, matrix_pattern
 from ..spmd.transforms import marks_of, pinned
-from .owners import Ownership, Work, assign
+from .owners import Ownership, Run, Work, assign
 
 Cost = Callable[[int, int], int]  # rows, columns -> what one matrix costs
 
@@ -59,14 +59,22 @@ def decide(layouts: Sequence[Layout | None], matrices: Sequence[Matrices], cost:
             layout = layouts[index]
             assert layout is not None
             cut = owned.cuts[index]
-            units = dict(runs)
-            placed = RaggedShard(cut.dims if len(runs) > 1 else (), [units.get(r, 0) for r in range(owned.ranks)])
+            placed = RaggedShard.from_runs(cut.dims if len(runs) > 1 else (), _units(runs, owned.ranks))
             where[index] = Layout(layout.mesh, P.of([*cut.kept, (axis, placed)]), layout.shape)
     for index, (layout, how) in enumerate(zip(layouts, matrices, strict=True)):
         if layout is not None and where[index] is None:
             kept = P.of(_cut(layout, how).kept)
             where[index] = None if kept == layout.spec else Layout(layout.mesh, kept, layout.shape)
     return where
+
+
+def _units(runs: Sequence[Run], ranks: int) -> list[tuple[int, int]]:
+    """What each rank owns, (units, how many neighbouring ranks)."""
+    found, before = list[tuple[int, int]](), 0
+    for rank, count in runs:
+        found += [(0, rank - before), (count, 1)]
+        before = rank + 1
+    return [*found, (0, ranks - before)]
 
 
 @dataclass(frozen=True)
@@ -114,9 +122,8 @@ def ownerships(
                 values.append(index)
                 works.append(Work(work.cost, work.size, work.count, _held(layout, axis, work)))
             elif layout.ragged is not None and layout.ragged[0] == axis and number:
-                _, ragged = layout.ragged
-                for rank, units in enumerate(ragged.local_units):
-                    fixed[rank] += cost(rows, columns) * number * units // ragged.total
+                for rank, start, stop in _held(layout, axis, Work(0, 1, number * rows * columns)):
+                    fixed[rank] += cost(rows, columns) * (stop - start) // (rows * columns)
         found[axis] = Owned(tuple(values), cuts, ranks, assign(works, ranks, fixed))
     return found
 
@@ -154,8 +161,6 @@ def _is_whole(layout: Layout, matrices: Matrices) -> bool:
 
 
 def _legal(mesh: AbstractMesh, splits: Sequence[tuple[str, Placement]], shape: tuple[int, ...]) -> Layout | None:
-    from .._errors import LayoutError
-
     try:
         return Layout(mesh, P.of(splits), shape)
     except LayoutError:
@@ -171,25 +176,19 @@ def _pieces_differ(layout: Layout) -> bool:
 
 def _held(layout: Layout, axis: str, work: Work) -> tuple[tuple[int, int, int], ...]:
     """Which elements of what gets owners along the axis its ranks hold, where that differs."""
-    elements, placed = work.size * work.count, layout.spec[axis]
-    if isinstance(placed, RaggedShard):
-        units: Sequence[int] = placed.local_units
-    elif getattr(placed, "dim", None) == 0 and len({name for name in layout.spec}) == 1:
-        units = [stop - start for start, stop in _chunks(layout, axis)]
-    else:
-        return ()
-    total, ends = sum(units), [0, *accumulate(units)]
-    return tuple(
-        (rank, ends[rank] * elements // total, ends[rank + 1] * elements // total)
-        for rank, own in enumerate(units)
-        if own
-    )
-
-
-def _chunks(layout: Layout, axis: str) -> list[tuple[int, int]]:
-    size, ranks = layout.shape[0], layout.mesh.axis_size(axis)
-    step = -(-size // ranks)
-    return [(min(rank * step, size), min((rank + 1) * step, size)) for rank in range(ranks)]
+    placed = layout.spec[axis]
+    if not isinstance(placed, RaggedShard):
+        if getattr(placed, "dim", None) != 0 or len(list(layout.spec)) > 1:
+            return ()
+        placed = RaggedShard.chunks(layout.shape[0], layout.mesh.axis_size(axis))
+    elements, held, rank, before = work.size * work.count, list[tuple[int, int, int]](), 0, 0
+    for units, ranks in placed.runs:
+        for number in range(ranks if units else 0):
+            ends = before + number * units, before + (number + 1) * units
+            start, stop = (end * elements // placed.total for end in ends)
+            held.append((rank + number, start, stop))
+        rank, before = rank + ranks, before + units * ranks
+    return tuple(held)
 
 
 def at_owners(

@@ -2,7 +2,7 @@
 
 What an optimizer on whole matrices (`rules.matrices`) leaves is, for each matrix, a move to its owner, the
 computing there, and a move back. They become waves of about equal work, each with one collective to the owners
-and one back; two waves are in memory at a time:
+and one back (one for each dtype and set of axes); two waves are in memory at a time:
 
     a' = all_to_all(a)                      t0 = start all_to_all (a, b)
     x = orthogonalize(a')                   t1 = start all_to_all (c, d)
@@ -30,9 +30,9 @@ WAVE_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class _Visit:
-    """One value that goes to owners: positions of its moves and of what is computed with it."""
+    """One value whose matrices are computed with: the positions of that, and of its moves to owners and back."""
 
-    there: int
+    there: int | None  # None where its matrices are whole already
     compute: int
     back: tuple[int, ...]
     ready: int  # the position behind which it can be sent
@@ -46,11 +46,14 @@ def owner_waves(partitioned: Partitioned) -> Partitioned:
     before: dict[int, list[AnyStep]] = {}
     tickets = max((step.ticket for step in steps if isinstance(step, Start)), default=-1) + 1
     for group in _groups(_visits(steps)):
-        schedule = _schedule(
-            partitioned.values, [_wave(steps, wave) for wave in _waves(partitioned, group)], tickets
-        )
+        waves = [_wave(steps, wave) for wave in _waves(partitioned, group)]
+        if not waves:
+            continue
+        here = [steps[visit.compute] for visit in group if visit.there is None]
+        schedule = _schedule(partitioned.values, waves, here, tickets)
         tickets += sum(isinstance(step, Start) for step in schedule)
-        dropped.update(at for visit in group for at in (visit.there, visit.compute, *visit.back))
+        for visit in group:
+            dropped.update((visit.compute, *visit.back, *(() if visit.there is None else (visit.there,))))
         before.setdefault(max(visit.ready for visit in group) + 1, []).extend(schedule)
     if not dropped:
         return partitioned
@@ -73,20 +76,19 @@ def _visits(steps: Sequence[AnyStep]) -> list[_Visit]:
         if not isinstance(step, Compute) or step.node.op not in on_matrices:
             continue
         (source,), (result,) = step.operands, step.results
-        there = makers.get(source)
-        move = None if there is None else steps[there]
-        if there is None or not isinstance(move, Move) or not move.step.is_collective or users[source] != [at]:
-            continue
         assert result is not None
-        back, wanted = [], []
+        there, ready = None, makers.get(source, -1)
+        move = steps[ready] if ready >= 0 else None
+        if isinstance(move, Move) and move.step.is_collective and users[source] == [at]:
+            there, ready = ready, makers.get(move.source, -1)
+        back, wanted = list[int](), list[int]()
         for user in users.get(result, ()):
             returns = steps[user]
-            if isinstance(returns, Move) and returns.step.is_collective:
+            if there is not None and isinstance(returns, Move) and returns.step.is_collective:
                 back.append(user)
                 wanted += users.get(returns.target, ())
             else:
                 wanted.append(user)
-        ready = makers.get(move.source, -1)
         found.append(_Visit(there, at, tuple(back), ready, min(wanted, default=len(steps))))
     return found
 
@@ -106,13 +108,14 @@ def _groups(visits: Iterable[_Visit]) -> list[list[_Visit]]:
 
 def _waves(partitioned: Partitioned, group: Sequence[_Visit]) -> list[list[_Visit]]:
     """Each owner's matrices from the most work to the least, as many in a wave as the wave may bring it."""
-    values, mesh = partitioned.values, partitioned.mesh
+    values = partitioned.values
     brought: dict[_Visit, list[tuple[int, int]]] = {}
     for visit in group:
-        move = partitioned.steps[visit.there]
-        assert isinstance(move, Move)
-        brought[visit] = _brought(values[move.target], mesh.size)
-    order = sorted(group, key=lambda visit: -max((size for _, size in brought[visit]), default=0))
+        if visit.there is not None:
+            move = partitioned.steps[visit.there]
+            assert isinstance(move, Move)
+            brought[visit] = _brought(values[move.target])
+    order = sorted(brought, key=lambda visit: -max((size for _, size in brought[visit]), default=0))
     filled: dict[int, tuple[int, int]] = {}  # rank -> its last wave, and what that brings it
     waves: list[list[_Visit]] = []
     for visit in order:
@@ -129,7 +132,7 @@ def _waves(partitioned: Partitioned, group: Sequence[_Visit]) -> list[list[_Visi
     return [sorted(wave, key=lambda visit: visit.compute) for wave in waves if wave]
 
 
-def _brought(value: LocalValue, ranks: int) -> list[tuple[int, int]]:
+def _brought(value: LocalValue) -> list[tuple[int, int]]:
     """The owners of a value, by their place along the ragged axis, and the bytes that each has."""
     layout, itemsize = value.layout, value.meta.dtype.itemsize
     if layout.ragged is None:
@@ -153,7 +156,7 @@ class _Wave:
 def _wave(steps: Sequence[AnyStep], visits: Sequence[_Visit]) -> _Wave:
     back = [at for visit in visits for at in visit.back]
     return _Wave(
-        _moves(steps, [visit.there for visit in visits]),
+        _moves(steps, [visit.there for visit in visits if visit.there is not None]),
         tuple(steps[visit.compute] for visit in visits),
         _moves(steps, back),
     )
@@ -163,8 +166,13 @@ def _moves(steps: Sequence[AnyStep], places: Sequence[int]) -> tuple[Move, ...]:
     return tuple(step for at in places if isinstance(step := steps[at], Move))
 
 
-def _schedule(values: Sequence[LocalValue], waves: Sequence[_Wave], ticket: int) -> list[AnyStep]:
-    """In two slots: the next wave is on its way to its owners, and the last one back, while one is computed."""
+def _schedule(
+    values: Sequence[LocalValue], waves: Sequence[_Wave], here: Sequence[AnyStep], ticket: int
+) -> list[AnyStep]:
+    """In two slots: the next wave is on its way to its owners, and the last one back, while one is computed.
+
+    What is computed `here`, with matrices that don't move, is while the first wave is on its way.
+    """
     made: list[AnyStep] = []
 
     def start(moves: Sequence[Move]) -> list[Wait]:
@@ -179,6 +187,7 @@ def _schedule(values: Sequence[LocalValue], waves: Sequence[_Wave], ticket: int)
         return [Wait(begun) for begun in starts]
 
     arriving, returning = start(waves[0].there), list[Wait]()
+    made += here
     for number, wave in enumerate(waves):
         following = start(waves[number + 1].there) if number + 1 < len(waves) else []
         made += [*arriving, *wave.compute, *returning]
