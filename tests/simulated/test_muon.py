@@ -9,6 +9,8 @@ import torch
 import vescale as vs
 from tests import toy
 from vescale import _tree
+from vescale.optim.orthogonalize import flops
+from vescale.spmd.matrices import Matrices
 from vescale.spmd.program.passes import without
 
 P, S, R = vs.P, vs.Shard, vs.RaggedShard
@@ -18,6 +20,10 @@ LR, STEPS = 0.0123, 3
 def draw(*shapes, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return {f"w{i}": torch.randn(shape, generator=generator).to(dtype) for i, shape in enumerate(shapes)}
+
+
+def named(values):
+    return {f"w{i}": value for i, value in enumerate(values)}
 
 
 def by_torch(params, gradients, **hyper):
@@ -99,7 +105,13 @@ SHAPES = [(4, 4), (3, 5), (7, 2), (64, 96), (70, 33), (1, 5), (5, 1)]
     [
         {"lr": LR},
         {"lr": 0.3, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "adjust_lr": "match_rms_adamw"},
-        {"lr": 1e-3, "ns_steps": 3, "ns_coefficients": (3.0, -3.2, 1.2), "eps": 1e-3, "adjust_lr": "original"},
+        {
+            "lr": 1e-3,
+            "ns_steps": 3,
+            "ns_coefficients": (3.0, -3.2, 1.2),
+            "eps": 1e-3,
+            "adjust_lr": "original",
+        },
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -141,33 +153,37 @@ def test_what_is_done_to_an_update_is_what_is_applied():
 # On shards.
 
 CUTS = {
-    "even rows": ({"dp": 4}, {"w0": P(dp=S(0)), "w1": P(dp=S(0)), "w2": P(dp=S(0))}),
-    "columns": ({"dp": 4}, {"w0": P(dp=S(1)), "w1": P(dp=S(1)), "w2": P(dp=S(2))}),
+    "even rows": ({"dp": 4}, [P(dp=S(0)), P(dp=S(0)), P(dp=S(0))]),
+    "columns": ({"dp": 4}, [P(dp=S(1)), P(dp=S(1)), P(dp=S(2))]),
     "ragged elements": (
         {"dp": 4},
-        {"w0": P(dp=R((0, 1), (5, 11, 0, 32))), "w1": P(dp=R((0, 1), (1, 0, 69, 0))), "w2": P(dp=R((0, 1, 2), (7, 20, 33, 60)))},
+        [
+            P(dp=R((0, 1), (5, 11, 0, 32))),
+            P(dp=R((0, 1), (1, 0, 69, 0))),
+            P(dp=R((0, 1, 2), (7, 20, 33, 60))),
+        ],
     ),
     "ragged rows, empty ranks": (
         {"dp": 4},
-        {"w0": P(dp=R((0,), (1, 0, 7, 0))), "w1": P(dp=R((0,), (0, 0, 0, 1))), "w2": P(dp=R((0, 1), (3, 0, 10, 7)))},
+        [P(dp=R((0,), (1, 0, 7, 0))), P(dp=R((0,), (0, 0, 0, 1))), P(dp=R((0, 1), (3, 0, 10, 7)))],
     ),
-    "uneven, more ranks than rows": ({"dp": 8}, {"w0": P(dp=S(1)), "w1": P(dp=S(0)), "w2": P(dp=S(0))}),
+    "uneven, more ranks than rows": ({"dp": 8}, [P(dp=S(1)), P(dp=S(0)), P(dp=S(0))]),
     "tp and ragged dp": (
         {"dp": 2, "tp": 2},
-        {"w0": P(tp=S(0), dp=R((0,), (1, 3))), "w1": P(tp=S(0), dp=R((0, 1), (9, 26))), "w2": P(tp=S(1), dp=R((0,), (1, 3)))},
+        [P(tp=S(0), dp=R((0,), (1, 3))), P(tp=S(0), dp=R((0, 1), (9, 26))), P(tp=S(1), dp=R((0,), (1, 3)))],
     ),
     "two axes on one dim": (
         {"dp": 2, "tp": 2},
-        {"w0": P(dp=S(0), tp=S(0)), "w1": P(tp=S(0), dp=S(1)), "w2": P(dp=S(0), tp=S(0))},
+        [P(dp=S(0), tp=S(0)), P(tp=S(0), dp=S(1)), P(dp=S(0), tp=S(0))],
     ),
-    "replicas": ({"replica": 2, "dp": 2}, {"w0": P(dp=R((0,), (3, 5))), "w1": P(), "w2": P(dp=S(1))}),
-}  # fmt: skip
+    "replicas": ({"replica": 2, "dp": 2}, [P(dp=R((0,), (3, 5))), P(), P(dp=S(1))]),
+}
 
 
 @pytest.mark.parametrize("case", CUTS)
 def test_every_sharding(case):
     """bfloat16 has the bits of torch.optim.Muon, float32 is near a plain float32; layouts stay."""
-    axes, specs = CUTS[case]
+    axes, specs = CUTS[case][0], named(CUTS[case][1])
     shapes = [(8, 6), (10, 7), (4, 5, 6)]
     params, gradients = draw(*shapes), [draw(*shapes, seed=seed) for seed in range(1, STEPS + 1)]
     found, _ = run(axes, specs, params, gradients, vs.optim.muon(LR))
@@ -182,7 +198,7 @@ def test_every_sharding(case):
 
 
 def test_op_by_op_and_outside_programs():
-    axes, specs = CUTS["ragged elements"]
+    axes, specs = CUTS["ragged elements"][0], named(CUTS["ragged elements"][1])
     shapes = [(8, 6), (10, 7), (4, 5, 6)]
     params, grads, opt = draw(*shapes), draw(*shapes, seed=1), vs.optim.muon(LR)
     expected, _ = step_of(opt)(params, opt.init(params), grads)
@@ -205,7 +221,8 @@ def test_one_collective_to_owners_and_one_back():
     params, grads = draw(*shapes), draw(*shapes, seed=1)
     _, lowered = run({"dp": 2}, specs, params, [grads], vs.optim.muon(LR))
     assert started(lowered) == [("to", "all_to_all over dp", 4), ("from", "all_to_all over dp", 4)]
-    assert len(lowered.collectives()) == 8 and {c.reason for c in lowered.collectives()} == {"plan"}
+    assert len(lowered.collectives()) == 8
+    assert {c.reason for c in lowered.collectives()} == {"plan"}
     # Two in bfloat16 is what goes there; each rank owns two of the four.
     assert "bfloat16" in {c.value.partition("[")[0] for c in lowered.collectives()}
 
@@ -218,21 +235,21 @@ WHOLE = {
     "experts, elements": ((4, 3, 5), P(dp=R((0, 1, 2), (30, 15, 0, 15))), None),
     "heads": ((24, 5), P(dp=R((0,), (8, 4, 0, 12))), "(h d=4) k -> h d k"),
     "heads of columns": ((5, 24), P(dp=S(1)), "r (h d=3) -> h r d"),
-    "halves": ((8, 6), P(dp=S(1)), "r (g c=3) -> g r c"),
+    "halves of columns, together": ((8, 6), P(dp=R.on_rank(3, 4)), "r (g c=3) -> g r c"),
     "on one rank": ((8, 6), P(dp=R.on_rank(2, 4)), None),
     "whole block": ((8, 6), P(dp=R((0,), (0, 1, 0, 0))), None),
     "replicated": ((8, 6), P(), None),
+    "uneven twice": ((6, 3, 5), P(a=S(0), b=S(0)), None),
 }
 
 
 @pytest.mark.parametrize("case", WHOLE)
 def test_matrices_that_are_whole_on_a_rank_do_not_move(case):
     shape, spec, text = WHOLE[case]
-    if case == "halves":
-        spec, text = P(dp=R((), (0, 0, 0, 1))), text
     params, gradients = draw(shape), [draw(shape, seed=seed) for seed in (1, 2)]
     opt = vs.optim.muon(LR, matrix_dims={"w0": text} if text else None)
-    found, lowered = run({"dp": 4}, {"w0": spec}, params, gradients, opt)
+    axes = {"a": 2, "b": 2} if case == "uneven twice" else {"dp": 4}
+    found, lowered = run(axes, {"w0": spec}, params, gradients, opt)
     assert not lowered.collectives()
     expected, state = dict(params), opt.init(params)
     for grads in gradients:
@@ -247,7 +264,7 @@ def test_matrices_that_are_whole_on_a_rank_do_not_move(case):
 def test_views_as_matrices_whatever_is_cut(text, spec):
     """Against the same matrices as parameters of their own."""
     params, gradients = draw((8, 10)), [draw((8, 10), seed=seed) for seed in (1, 2)]
-    how = vs.spmd.matrices.Matrices.of(text)
+    how = Matrices.of(text)
     apart = lambda tree: dict(enumerate(how.split(tree["w0"])))  # noqa: E731
     expected = by_torch(apart(params), list(map(apart, gradients)), lr=LR)
     found, _ = run({"dp": 4}, {"w0": spec}, params, gradients, vs.optim.muon(LR, matrix_dims={"w.": text}))
@@ -271,12 +288,13 @@ def test_waves_overlap_in_two_slots(monkeypatch):
         if "= start" in line or "= wait" in line or "orthogonalize" in line
     )
     # The stack, which doesn't move, while wave 0 is on its way; then wave 1 is while wave 0 is computed, ..
-    assert order == "so" "s" "woo" "s" "s" "woo" "w" "s" "woo" "w" "s" "w"
+    assert order == "soswoosswoowswoowsw"
     expected, _ = step_of(opt)(params, opt.init(params), gradients[0])
     equal(found, expected)
     with without("owner_waves"):
         again, apart = run({"dp": 2}, specs, params, gradients, opt)
-    assert not started(apart) and len(apart.collectives()) == len(lowered.collectives()) == 12
+    assert not started(apart)
+    assert len(apart.collectives()) == len(lowered.collectives()) == 12
     equal(again, expected)
 
 
@@ -304,7 +322,6 @@ def test_operations_are_counted():
     params = draw((8, 6), (4, 3, 5))
     specs = {"w0": P(dp=R.on_rank(0, 2)), "w1": P(dp=S(0))}
     _, lowered = run({"dp": 2}, specs, params, [params], vs.optim.muon(LR))
-    flops = vs.optim.orthogonalize.flops
     assert lowered.cost_analysis(rank=1).flops == 2 * flops(3, 5, 5)
     assert lowered.cost_analysis(rank=0).flops == flops(8, 6, 5) + 2 * flops(3, 5, 5)
 
@@ -345,9 +362,17 @@ def train_step(params, opt_state, batch):
 )
 def test_training_under_fsdp(axes, axis, rules):
     rows = P(**{name: S(0) for name in axes if name != "tp"})
-    plan = vs.Plan(vs.make_mesh(axes, backend="simulated"), rules, {"batch": rows}, fsdp=vs.FSDP(axis, toy.WRAP))
+    plan = vs.Plan(
+        vs.make_mesh(axes, backend="simulated"), rules, {"batch": rows}, fsdp=vs.FSDP(axis, toy.WRAP)
+    )
     params = toy.make_params(torch.float32)
-    start = lambda params: {n: o.init(t) for n, o, t in zip(("muon", "adamw"), (MUON, ADAMW), matrices_and_others(params))}  # noqa: E731  # fmt: skip
+
+    def start(params):
+        return {
+            name: opt.init(own)
+            for name, opt, own in zip(("muon", "adamw"), (MUON, ADAMW), matrices_and_others(params))
+        }
+
     step = vs.parallelize(train_step, plan, donate=("params", "opt_state"))
     placed, state = vs.distribute(params, plan), start(vs.distribute(params, plan))
     plain, plain_state = params, start(params)
@@ -361,7 +386,8 @@ def test_training_under_fsdp(axes, axis, rules):
     toy.close(placed, plain, 1e-4)  # small singular values grow, and with them what sums are rounded by
     lowered = step.lower(placed, state, batch)
     ways = [way for way, *_ in started(lowered)]
-    assert ways[0] == "to" and ways.count("from") >= 1
+    assert ways[0] == "to"
+    assert ways.count("from") >= 1
     if "replica" in axes:  # each replica does the same, and tells no other
         assert {axis for _, axis, _ in started(lowered)} == {"all_to_all over dp"}
 
@@ -382,7 +408,10 @@ def test_training_under_fsdp(axes, axis, rules):
 def test_what_is_no_matrix_is_an_error_with_a_remedy(shape, matrix_dims, says):
     opt = vs.optim.muon(LR, matrix_dims=matrix_dims)
     params = {"w0": torch.zeros(shape)}
-    for call in (lambda: opt.init(params), lambda: opt.update(params, {"step": 0, "momentum": params}, params)):
+    for call in (
+        lambda: opt.init(params),
+        lambda: opt.update(params, {"step": 0, "momentum": params}, params),
+    ):
         with pytest.raises(vs.VescaleError, match=says):
             call()
 

@@ -51,9 +51,9 @@ def muon(
     gives these to another optimizer.
 
     Inside a program momentum is where the parameter is. A matrix that is cut there is brought together on
-    one rank, an owner, and goes back when it is done; owners have about as many operations to do each, and many
-    matrices move in one collective while others are computed with: see `docs/muon.md`. Matrices that are
-    whole on a rank don't move. The state is {"step": 0-d float64, "momentum": like params}.
+    one rank, an owner, and goes back when it is done; owners have about as many operations to do each, and
+    many matrices move in one collective while others are computed with: see `docs/muon.md`. Matrices that
+    are whole on a rank don't move. The state is {"step": 0-d float64, "momentum": like params}.
 
     Raises ArgumentError for hyperparameters out of range, parameters that are no matrices, and texts of
     `matrix_dims` that don't fit.

@@ -62,9 +62,7 @@ def _orthogonalize(x: Tensor, matrices: str, coefficients: Sequence[float], step
 
 
 _library = torch.library.Library("vescale", "FRAGMENT")
-_library.define(
-    "orthogonalize(Tensor x, str matrices, float[] coefficients, int steps, float eps) -> Tensor"
-)
+_library.define("orthogonalize(Tensor x, str matrices, float[] coefficients, int steps, float eps) -> Tensor")
 _library.impl("orthogonalize", _orthogonalize, "CompositeExplicitAutograd")
 
 

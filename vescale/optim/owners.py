@@ -3,9 +3,9 @@
     assign(works, ranks) -> Ownership          pure, the same on every rank
 
 Longest processing time first: matrices by falling cost, each to the rank that holds most of it while that
-rank stays within the makespan that the plain rule reaches, else to the one with the least to do. Matrices of
-a stack are alike, so a rank gets a number of them, and ranks have theirs in order: one ragged cut. No matrix
-is split; `Ownership.bound` says what that alone costs.
+rank has no more to do than the busiest by the plain rule, or `SLACK` of the mean; else to the one with the
+least. Matrices of a stack are alike, so a rank gets a number of them, and ranks have theirs in order, one
+ragged cut: these stay about where they are. No matrix is split; `Ownership.bound` says what that costs.
 
 Source: Graham, "Bounds on multiprocessing timing anomalies", 1969, for the rule; Martello and Toth, "Lower
 bounds and reduction procedures for the bin packing problem", 1990, for the bound.
@@ -16,11 +16,16 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 Run = tuple[int, int]  # rank, how many matrices
+_Matrix = tuple[int, list[tuple[int, int]], int]  # cost; (elements, rank) of those who hold some; which work
+_NOBODY: list[tuple[int, int]] = []
+
+# The busiest may have so much of the mean to do if fewer elements move then.
+SLACK = 1.04
 
 
 @dataclass(frozen=True)
@@ -114,28 +119,72 @@ def assign(works: Sequence[Work], ranks: int, fixed: Sequence[int] = ()) -> Owne
 
     >>> ownership = assign([Work(cost=4, size=6), Work(cost=2, size=4, count=3)], ranks=2)
     >>> ownership.loads, ownership.owners
-    ((6, 4), (((0, 1),), ((0, 1), (1, 2))))
+    ((4, 6), (((0, 1),), ((1, 3),)))
     """
-    fixed = tuple(fixed) or (0,) * ranks
+    works, fixed = tuple(works), tuple(fixed) or (0,) * ranks
     matrices = [
         (work.cost, holders, number)
         for number, work in enumerate(works)
-        for holders in (_holders(work) if work.held else [[]] * work.count)
+        for holders in (_holders(work) if work.held else [_NOBODY] * work.count)
     ]
     # Among those that cost the same, who is held by one rank most goes there first.
     matrices.sort(key=lambda m: (-m[0], -(m[1][0][0] if m[1] else 0)))
     plain = _place(matrices, ranks, fixed, limit=-1)
-    limit = _makespan(matrices, plain, fixed)
+    mean = (sum(fixed) + sum(cost for cost, _, _ in matrices)) / ranks
+    limit = max(_makespan(matrices, plain, fixed), int(SLACK * mean))
+
+    stacks = _stacks(works, ranks, fixed, limit)
+    loads = list(fixed)
+    for number, counts in stacks.items():
+        for rank, count in counts.items():
+            loads[rank] += works[number].cost * count
+    single = [matrix for matrix in matrices if matrix[2] not in stacks]
+    places = _place(single, ranks, loads, limit)
+    if _makespan(single, places, loads) <= limit:
+        return Ownership(works, ranks, _owners(works, single, places, stacks), fixed)
     near = _place(matrices, ranks, fixed, limit)
     places = near if _makespan(matrices, near, fixed) <= limit else _exchanged(matrices, plain)
-    counts: list[Counter[int]] = [Counter() for _ in works]
+    return Ownership(works, ranks, _owners(works, matrices, places, {}), fixed)
+
+
+def _owners(
+    works: Sequence[Work],
+    matrices: Sequence[_Matrix],
+    places: Sequence[int],
+    stacks: Mapping[int, Counter[int]],
+) -> tuple[tuple[Run, ...], ...]:
+    counts = [stacks.get(number, Counter[int]()) for number in range(len(works))]
     for (_, _, number), rank in zip(matrices, places, strict=True):
         counts[number][rank] += 1
-    owners = tuple(tuple(sorted(count.items())) for count in counts)
-    return Ownership(tuple(works), ranks, owners, fixed)
+    return tuple(tuple(sorted(count.items())) for count in counts)
 
 
-_Matrix = tuple[int, list[tuple[int, int]], int]  # cost; (elements, rank) of those who hold some; which work
+def _stacks(works: Sequence[Work], ranks: int, fixed: Sequence[int], limit: int) -> dict[int, Counter[int]]:
+    """How many matrices of each stack that ranks hold in turn they own: about those that they hold.
+
+    Where that is more than `limit` to do, ranks nearby get them: what lies between shifts by as many.
+    """
+    loads, found = list(fixed), dict[int, Counter[int]]()
+    stacks = [number for number, work in enumerate(works) if work.count > 1 and work.held]
+    for number in sorted(stacks, key=lambda number: -works[number].cost * works[number].count):
+        work = works[number]
+        counts = Counter[int](holders[0][1] for holders in _holders(work))
+        for rank, count in [*counts.items()]:
+            over = min(count - max(limit - loads[rank], 0) // work.cost if work.cost else 0, count)
+            if over <= 0:
+                continue
+            for other in sorted(range(ranks), key=lambda other: abs(other - rank)):
+                room = (limit - loads[other]) // work.cost - counts[other]
+                moved = min(over, max(room, 0)) if other != rank else 0
+                counts[rank] -= moved
+                counts[other] += moved
+                over -= moved
+                if not over:
+                    break
+        found[number] = +counts
+        for rank, count in counts.items():
+            loads[rank] += work.cost * count
+    return found
 
 
 def _place(matrices: Sequence[_Matrix], ranks: int, fixed: Sequence[int], limit: int) -> list[int]:

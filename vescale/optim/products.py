@@ -1,8 +1,8 @@
 """Updates that are products: added to parameters with one rounding, as torch's optimizers do.
 
-`p.add_(u, alpha=a)` of torch is a fused multiply-add, so that for no tensor d = a u has p + d the same bits.
-`scaled` makes d, right to one rounding more, and notes on that tensor of what it is the product; `added` looks
-for the note. Whatever is done to d makes another tensor, without one, and writing to it voids it.
+`p.add_(u, alpha=a)` of torch is a fused multiply-add: p + d doesn't have the same bits, with d = a u rounded.
+`scaled` makes d, right to one rounding more, and notes on that tensor of what it is the product; `added`
+looks for the note. Whatever is done to d makes another tensor, without one, and writing to it voids it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def scaled(factor: Tensor, by: float | Tensor) -> Tensor:
 def added(base: Tensor, delta: Tensor) -> Tensor:
     """base + delta: T[...], T[...] -> T[...], rounded once where delta comes from `scaled`."""
     note = getattr(delta, _NOTE, None)
-    # The kernel of 16-bit types rounds once in whole vectors and twice at their end: a shard would have other bits.
+    # The kernel of 16-bit types rounds once in whole vectors and twice at their end: a shard has other bits.
     if note is None or note.version != _version(delta) or base.dtype.itemsize < 4:
         return base + delta
     if not isinstance(note.by, Tensor):

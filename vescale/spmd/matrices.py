@@ -89,7 +89,8 @@ class Matrices:
     def merged(self, shape: Sequence[int], dims: int) -> str:
         """The text for a part of a tensor of `shape` whose matrices follow one another.
 
-        The part has any number of them along each dim, and its `dims` leading dims (1 or more) flattened to one.
+        The part has any number of them along each dim, and its `dims` leading dims (1 or more) flattened to
+        one.
 
         >>> Matrices.of("b r c -> b r c").merged((4, 2, 3), 2)
         '(b r=2) c=3 -> b r c'

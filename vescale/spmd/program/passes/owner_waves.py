@@ -1,8 +1,8 @@
 """Owner waves: matrices that go to owners move together, and while others are computed with.
 
 What an optimizer on whole matrices (`rules.matrices`) leaves is, for each matrix, a move to its owner, the
-computing there, and a move back. They become waves of about equal work, each with one collective to the owners
-and one back (one for each dtype and set of axes); two waves are in memory at a time:
+computing there, and a move back. They become waves of about equal work, each with one collective to the
+owners and one back (one for each dtype and set of axes); two waves are in memory at a time:
 
     a' = all_to_all(a)                      t0 = start all_to_all (a, b)
     x = orthogonalize(a')                   t1 = start all_to_all (c, d)
@@ -30,7 +30,7 @@ WAVE_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class _Visit:
-    """One value whose matrices are computed with: the positions of that, and of its moves to owners and back."""
+    """One value whose matrices are computed with: positions of that, and of its moves to owners and back."""
 
     there: int | None  # None where its matrices are whole already
     compute: int
@@ -139,9 +139,7 @@ def _brought(value: LocalValue) -> list[tuple[int, int]]:
         return [(-1, math.prod(layout.local_shape(0)) * itemsize)]
     piece = math.prod(layout.piece_shape(0)) * itemsize
     _, ragged = layout.ragged
-    return [
-        (place, piece * units // ragged.total) for place, units in enumerate(ragged.local_units) if units
-    ]
+    return [(place, piece * units // ragged.total) for place, units in enumerate(ragged.local_units) if units]
 
 
 @dataclass(frozen=True)
