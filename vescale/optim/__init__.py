@@ -17,6 +17,7 @@ from .adamw import adamw
 from .chain import chain
 from .decay import decay
 from .loss_scale import loss_scale
+from .muon import muon
 from .norms import all_finite, clip_by_global_norm, global_norm
 from .optimizer import Optimizer, Updates, apply_updates
 from .partition import freeze, partition
@@ -31,6 +32,7 @@ __all__ = [
     "sgd",
     "adam",
     "adamw",
+    "muon",
     "chain",
     "partition",
     "freeze",

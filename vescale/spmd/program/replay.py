@@ -165,6 +165,11 @@ _BODIES: dict[Any, Callable[..., Any]] = {
 }
 
 
+def shown_by(op: OpOverload, body: Callable[..., Any]) -> None:
+    """Registers the ATen calls that an op of ours is made of."""
+    _BODIES[op] = body
+
+
 def _regions(instructions: Sequence[Instruction]) -> list[str]:
     """forward, backward, and what no gradient is taken in: update behind a backward, else other."""
     named, after = [], "other"
