@@ -9,6 +9,7 @@
 """
 
 from .adamw import adamw
+from .adamw_8bit import adamw_8bit
 from .optimizer import Optimizer, Updates, apply_updates
 
-__all__ = ["Optimizer", "Updates", "apply_updates", "adamw"]
+__all__ = ["Optimizer", "Updates", "apply_updates", "adamw", "adamw_8bit"]
