@@ -130,10 +130,10 @@ CASES = {
 }
 
 
-def run(mesh, case, static=True, donate=("params", "opt_state"), key=None):
+def run(mesh, case, static=True, donate=("params", "opt_state"), key=None, names=()):
     """Parameters, state, the lowered step, and layouts of the state after init and after each update."""
-    _, block, names, said = CASES[case]
-    plan = vs.Plan(mesh, **said)
+    _, block, every, said = CASES[case]
+    plan, names = vs.Plan(mesh, **said), names or every
     opt = vs.optim.adamw_8bit(LR, block=block, stochastic_rounding=key)
     params = vs.distribute(make_params(names), plan)
     state = opt.init(params)

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .quantize_layout import Block, Tiling, grid, grid_shape, tiling
+from ..spmd.dtensor import DTensor
+from .quantize_layout import Block, Tiling, grid, grid_shape, scales_layout, tiling
 from .quantize_map import decode, encode, zero_code
 
 library = torch.library.Library("vescale", "FRAGMENT")
@@ -44,25 +45,29 @@ def quantize(
     >>> dequantize(codes, scales, "signed", (1, 2))
     tensor([[ 0.0000,  1.0000, -1.9859,  0.4953]])
     """
-    sizes, lies, blocks = _described(x, block)
+    sizes, lies, blocks, name = _described(x, block, name)
     return torch.ops.vescale.quantize_blocks.default(x, noise, kind, sizes, lies, blocks, name)
 
 
 def dequantize(codes: Tensor, scales: Tensor, kind: str, block: Block, name: str = "") -> Tensor:
     """(uint8 codes, float32 scales) -> the float32 numbers that they stand for. No gradient."""
-    sizes, lies, _ = _described(codes, block)
+    sizes, lies, _, name = _described(codes, block, name)
     return torch.ops.vescale.dequantize_blocks.default(codes, scales, kind, sizes, lies, name)
 
 
 def quantized_zeros(like: Tensor, kind: str, block: Block, name: str = "") -> tuple[Tensor, Tensor]:
     """(codes, scales) of zeros, of the shape and in the layout of `like`, whose values are not read."""
-    sizes, lies, blocks = _described(like, block)
+    sizes, lies, blocks, name = _described(like, block, name)
     return torch.ops.vescale.zero_blocks.default(like, kind, sizes, lies, blocks, name)
 
 
-def _described(x: Tensor, block: Block) -> tuple[list[int], list[int], list[int]]:
+def _described(x: Tensor, block: Block, name: str) -> tuple[list[int], list[int], list[int], str]:
+    """The grid, the tiling, the shape of the scales, and the name as an op is told it."""
     sizes = grid(x.shape, block)
-    return list(sizes), as_ints(tiling(x.shape, sizes)), list(grid_shape(x.shape, sizes))
+    if isinstance(x, DTensor):  # checked here, so that tensors that are alike share one program of the op
+        scales_layout(x.layout, sizes, name)
+        name = ""
+    return list(sizes), as_ints(tiling(x.shape, sizes)), list(grid_shape(x.shape, sizes)), name
 
 
 def as_ints(lies: Tiling) -> list[int]:

@@ -210,18 +210,17 @@ def _counted(
 
 def _flat(layout: Layout, size: int) -> Iterable[tuple[str, Placement]]:
     """`_placed` for runs of the flattened tensor: of what is cut along dim 0, or raggedly."""
-    splits = layout.spec.items()
+    splits = [(axis, placed) for axis, placed in layout.spec.items() if layout.mesh.axis_size(axis) > 1]
     if not splits:
         return []
     ((axis, placement), *others) = splits
-    inner, total = math.prod(layout.shape[1:]), math.prod(layout.shape)
     if isinstance(placement, Shard) and placement.dim == 0 and not others:
         placement = RaggedShard.chunks(layout.shape[0], layout.mesh.axis_size(axis))
     if not isinstance(placement, RaggedShard) or others:
-        raise _Cut(f"{layout.spec} leaves no runs of the flattened tensor whole")
+        raise _Cut("it is cut along more than dim 0")
     if not placement.dims:
         return [(axis, placement)]
-    inner = math.prod(layout.shape[len(placement.dims) :])
+    inner, total = math.prod(layout.shape[len(placement.dims) :]), math.prod(layout.shape)
 
     def block(row: int) -> int:
         if row * inner % size and row * inner < total:
