@@ -14,6 +14,7 @@ Underneath: `rates`, `labels`, `gradients`.
 from . import schedules
 from .adam import adam
 from .adamw import adamw
+from .adamw_8bit import adamw_8bit
 from .chain import chain
 from .decay import decay
 from .loss_scale import loss_scale
@@ -32,6 +33,7 @@ __all__ = [
     "sgd",
     "adam",
     "adamw",
+    "adamw_8bit",
     "muon",
     "chain",
     "partition",

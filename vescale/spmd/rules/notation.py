@@ -53,6 +53,7 @@ class LocalCall:
 
 
 Localise = Callable[[LocalCall], LocalCall]
+Follow = Callable[[Layout], tuple[Sequence[Layout], Sequence[Layout]]]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Pattern:
     `contiguous`: factors of which a rank may only hold one run. `local`: adapts the call to one rank.
     `between`: whether the ragged cut of a layout passes although it is one of `whole` factors: it goes
     between what must stay together. Pieces then have these merged into their rows.
+    `follow`: the op runs where its first operand is, and no factor says what that means for the rest: layout
+    of the operand -> those of all operands and of all results. It may raise.
     """
 
     operands: tuple[Dims, ...]
@@ -88,6 +91,7 @@ class Pattern:
     contiguous: frozenset[str] = frozenset()
     local: Localise | None = None
     between: Callable[[Layout], bool] | None = None
+    follow: Follow | None = None
 
     def split(self, factor: str, outer: int) -> Pattern:
         """The same pattern with `factor` written as two, the first of `outer` values."""
