@@ -74,10 +74,10 @@ def codes(mesh):
     }
 
 
-def make_tree(mesh, plan, steps=2):
+def make_tree(mesh, plan, step=None, steps=2):
     """A trained state of everything that a checkpoint may hold, and the step that made it."""
     torch.manual_seed(7)
-    step = make_step(plan)
+    step = step or make_step(plan)
     params = vs.distribute(toy.make_params(torch.float32), plan)
     state = OPTIMIZER.init(params)
     for seed in range(steps):
@@ -153,3 +153,19 @@ def equal(x, y):
 def size_of(path):
     """Bytes of all files below a directory."""
     return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+
+
+def odd_tensors(mesh, fill=None):
+    """6 elements over 4 ranks, empty ranks, no elements, 0-d, replicas, many boxes."""
+    make = lambda value, spec: vs.distribute_tensor(  # noqa: E731
+        value if fill is None else torch.full_like(value, fill), mesh, spec
+    )
+    return {
+        "six": make(torch.arange(6.0), vs.P(dp=vs.Shard(0))),
+        "ragged": make(torch.arange(60.0).view(3, 4, 5), vs.P(dp=vs.RaggedShard((0, 1, 2), (13, 0, 29, 18)))),
+        "none": make(torch.zeros(0, 3), vs.P(dp=vs.Shard(0))),
+        "scalar": make(torch.tensor(2.5), vs.P()),
+        "whole": make(torch.arange(64.0).view(8, 8), vs.P()),
+        "on one": make(torch.arange(4.0), vs.P(dp=vs.RaggedShard.on_rank(2, 4))),
+        "columns": make(torch.arange(32.0).view(4, 8), vs.P(dp=vs.InterleavedShard(1, 2))),
+    }

@@ -18,6 +18,7 @@ from tests.checkpoint_cases import (
     make_plan,
     make_step,
     make_tree,
+    odd_tensors,
     same,
     size_of,
     values,
@@ -362,22 +363,6 @@ def test_errors_of_an_async_save(tmp_path, monkeypatch):
 
 
 # torch's own calls.
-
-
-def odd_tensors(mesh, fill=None):
-    """6 elements over 4 ranks, empty ranks, no elements, 0-d, replicas, many boxes."""
-    make = lambda value, spec: vs.distribute_tensor(  # noqa: E731
-        value if fill is None else torch.full_like(value, fill), mesh, spec
-    )
-    return {
-        "six": make(torch.arange(6.0), vs.P(dp=vs.Shard(0))),
-        "ragged": make(torch.arange(60.0).view(3, 4, 5), vs.P(dp=vs.RaggedShard((0, 1, 2), (13, 0, 29, 18)))),
-        "none": make(torch.zeros(0, 3), vs.P(dp=vs.Shard(0))),
-        "scalar": make(torch.tensor(2.5), vs.P()),
-        "whole": make(torch.arange(64.0).view(8, 8), vs.P()),
-        "on one": make(torch.arange(4.0), vs.P(dp=vs.RaggedShard.on_rank(2, 4))),
-        "columns": make(torch.arange(32.0).view(4, 8), vs.P(dp=vs.InterleavedShard(1, 2))),
-    }
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -7,13 +7,13 @@ Each rank writes its own pieces and reads what its own pieces need; no rank send
 order: `files` is what is on disk, `storage` gives it to torch's distributed checkpoint (DCP), which decides
 what is read from where, `contents` says what a leaf of a tree is, `together` makes the ranks agree,
 `directories` makes a save atomic, `saving` and `loading` are the two calls. `safetensors_files` is the format
-of other people's models, with `load_safetensors` and `save_safetensors`.
+of other people's models, read by `safetensors_load` and written by `safetensors_save`.
 """
 
 from .directories import latest
-from .load_safetensors import load_safetensors
 from .loading import abstract, load
-from .save_safetensors import save_safetensors
+from .safetensors_load import load_safetensors
+from .safetensors_save import save_safetensors
 from .saving import async_save, save
 from .storage import Reader
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _tree
+from .._compat import FakeTensor
 from .._errors import ArgumentError, explain, near_misses
 from ..spmd.agree import digest
 from ..spmd.dtensor import DTensor
@@ -191,4 +192,5 @@ def restored(leaf: Any, form: Tensor | None, saved: Leaf, in_place: bool) -> Any
 def is_abstract(leaf: Any) -> bool:
     """Whether a tensor has a shape and no values."""
     pieces = leaf.locals if isinstance(leaf, DTensor) else [leaf]
-    return any(isinstance(piece, Tensor) and piece.is_meta for piece in pieces)
+    tensors = [piece for piece in pieces if isinstance(piece, Tensor)]
+    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)

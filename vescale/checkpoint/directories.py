@@ -20,7 +20,6 @@ from .._errors import ArgumentError, explain
 from .files import sync_directory
 
 _STEP = re.compile(r"step_(\d+)")
-_in_use: set[Path] = set()  # partial directories that this process is writing
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -70,9 +69,8 @@ def existing(path: Path) -> Path:
 
 def begin(path: Path) -> None:
     """An empty partial directory for `path`; what killed saves have left is removed."""
-    _in_use.add(partial(path))
-    for left in path.parent.glob(".*.partial") if _STEP.fullmatch(path.name) else []:
-        if left not in _in_use:
+    if _STEP.fullmatch(path.name):
+        for left in path.parent.glob(".step_*.partial"):
             shutil.rmtree(left, ignore_errors=True)
     if existing(path) != path:
         _replaced(path).rename(path)
@@ -94,12 +92,6 @@ def commit(path: Path, keep: int | None) -> None:
             # Not a checkpoint from here on, also when the removal is killed halfway.
             shutil.rmtree(partial(old), ignore_errors=True)
             shutil.rmtree(old.rename(partial(old)), ignore_errors=True)
-
-
-def end(path: Path) -> None:
-    """The save is over; when it failed, its partial directory goes."""
-    _in_use.discard(partial(path))
-    shutil.rmtree(partial(path), ignore_errors=True)
 
 
 def partial(path: Path) -> Path:

@@ -67,19 +67,19 @@ class Entry:
             read_into(file, self.at + start * self.dtype.itemsize, into)
 
 
-def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[Path]:
+def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> dict[Path, list[str]]:
     """The files that are meant: themselves, those of an index, or those of a directory.
 
-    Raises CheckpointError when one is not there.
+    With each the tensors that an index says are in it. Raises CheckpointError for a file that is not there.
     """
     many = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    found: list[Path] = []
+    found: dict[Path, list[str]] = {}
     for path in map(Path, many):
-        if path.is_dir():
-            index = path / INDEX
-            found += _indexed(index) if index.exists() else sorted(path.glob("*.safetensors"))
+        index = path / INDEX if path.is_dir() else path
+        if index.name.endswith(".json") and (index == path or index.exists()):
+            found |= _indexed(index)
         else:
-            found += _indexed(path) if path.name.endswith(".json") else [path]
+            found |= {file: [] for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])}
     missing = [str(path) for path in found if not path.exists()]
     if missing or not found:
         raise CheckpointError(
@@ -90,12 +90,14 @@ def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[P
                 remedy="download what is missing, or mend the path",
             )
         )
-    return list(dict.fromkeys(found))
+    return found
 
 
-def _indexed(index: Path) -> list[Path]:
+def _indexed(index: Path) -> dict[Path, list[str]]:
+    found: dict[Path, list[str]] = {}
     try:
-        names = json.loads(index.read_bytes())["weight_map"].values()
+        for name, file in json.loads(index.read_bytes())["weight_map"].items():
+            found.setdefault(index.parent / file, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(
             explain(
@@ -105,11 +107,11 @@ def _indexed(index: Path) -> list[Path]:
                 remedy="download it again",
             )
         ) from None
-    return [index.parent / name for name in dict.fromkeys(names)]
+    return found
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a file. CheckpointError for a file that is cut short or is none."""
+def read_header(path: Path, promised: Sequence[str] = ()) -> dict[str, Entry]:
+    """The tensors of a file. CheckpointError for a file that is cut short, is none, or lacks a tensor."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -124,6 +126,9 @@ def read_header(path: Path) -> dict[str, Entry]:
         }
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _broken(path, f"a header that is none ({error!r})") from None
+    for name in promised:
+        if name not in entries:
+            raise _broken(path, f"no tensor {name!r}, which is in it by the index")
     for name, entry in entries.items():
         start, stop = ranges[name]
         if stop - start != entry.nbytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from .._errors import ArgumentError, ConsistencyError, explain
 from ..spmd.dtensor import DTensor
 from ..spmd.mesh import Mesh
 from .contents import Leaf, digests, flatten, is_abstract, saved_form, writes
-from .directories import begin, commit, end, partial, step_path
+from .directories import begin, commit, partial, step_path
 from .storage import Writer, write_index
 from .together import Together, mesh_of
 
@@ -124,9 +125,10 @@ def _write(
             ranks.all("begin", lambda: begin(path) if first else None)
             files = ranks.all("write", write)
             ranks.all("commit", lambda: finish(files) if first else None)
-    finally:
+    except BaseException:
         if first:
-            end(path)
+            shutil.rmtree(partial(path), ignore_errors=True)
+        raise
     return path
 
 

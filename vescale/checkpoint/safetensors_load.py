@@ -79,8 +79,8 @@ def load_safetensors(
 def _entries(paths: Any, rename: Rename) -> dict[str, Entry]:
     """The tensors that are wanted, by their new names."""
     found: dict[str, Entry] = {}
-    for file in find_files(paths):
-        for name, entry in read_header(file).items():
+    for file, promised in find_files(paths).items():
+        for name, entry in read_header(file, promised).items():
             if name in found:
                 raise CheckpointError(
                     explain(

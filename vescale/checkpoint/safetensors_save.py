@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +19,8 @@ from .safetensors_files import INDEX, NAMES, SINGLE, Rename, header_of, renamed
 from .saving import check_equal, check_values
 from .together import Together, mesh_of
 
+_WRITTEN = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what a save may leave
+
 
 def save_safetensors(
     tree: Any, path: str | os.PathLike, *, max_shard_bytes: int = 5 * 10**9, rename: Rename = None
@@ -29,7 +32,8 @@ def save_safetensors(
     Files hold at most `max_shard_bytes` of tensors, a larger tensor has one of its own. Names are the dotted
     paths of the tree after `rename`: a function (None leaves a tensor out), or `{regex: replacement}`. Every
     rank writes its own pieces where they belong in the files, so no rank holds more than it has, and none
-    sends anything. Files appear under their names when all of them are on disk.
+    sends anything. Files appear under their names when all of them are on disk, and those of a model that was
+    there before go; of several files that is one after the other, the index last.
 
     Every rank of the mesh of the DTensors makes this call. Errors are the same on all ranks: ArgumentError
     for a leaf that is no tensor or of a dtype that the format lacks, CheckpointError for a file that can't
@@ -48,8 +52,9 @@ def save_safetensors(
             _check_tensor(old, named[old])
             tensors[new] = named[old]
         groups = _groups(tensors, max_shard_bytes)
-        names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-        files.update(zip((root / name for name in (names if len(groups) > 1 else [SINGLE])), groups))
+        many = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+        names = many if len(groups) > 1 else [SINGLE]
+        files.update({root / name: group for name, group in zip(names, groups)})
         return {} if ranks.size == 1 else digests(tensors, tensors.values())
 
     def begin() -> None:
@@ -74,15 +79,11 @@ def save_safetensors(
         for file in files:
             _unfinished(file).rename(file)
         if len(files) > 1:
-            where = {name: file.name for file, names in files.items() for name in names}
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            index = _unfinished(root / INDEX)
-            with open(index, "wb") as out:
-                out.write(json.dumps({"metadata": {"total_size": size}, "weight_map": where}).encode())
-                sync(out)
-            index.rename(root / INDEX)
-        else:
-            (root / INDEX).unlink(missing_ok=True)  # of a model that was here before
+            _write_index(root, files, sum(tensor.nbytes for tensor in tensors.values()))
+        for entry in root.iterdir():  # of a model that was here before
+            kept = entry in files or (entry.name == INDEX and len(files) > 1)
+            if _WRITTEN.fullmatch(entry.name) and not kept:
+                entry.unlink()
         sync_directory(root)
 
     with torch.no_grad():
@@ -105,6 +106,15 @@ def _groups(tensors: dict[str, Tensor], limit: int) -> list[list[str]]:
         groups[-1].append(name)
         size += tensor.nbytes
     return groups
+
+
+def _write_index(root: Path, files: dict[Path, list[str]], size: int) -> None:
+    where = {name: file.name for file, names in files.items() for name in names}
+    index = _unfinished(root / INDEX)
+    with open(index, "wb") as out:
+        out.write(json.dumps({"metadata": {"total_size": size}, "weight_map": where}).encode())
+        sync(out)
+    index.rename(root / INDEX)
 
 
 def _described(
