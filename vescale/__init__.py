@@ -2,7 +2,7 @@
 
 Names only; each is documented where it is defined. Read in this order: meshes and placements,
 layouts and tensors, plans, programs and modules, functions on local shards, transforms; then parameters
-in flat buffers, random numbers and optimizers.
+in flat buffers, random numbers and optimizers, checkpoints.
 """
 
 __version__ = "0.1.0"
@@ -70,6 +70,9 @@ from .fsdp import FSDP, Elements, Rows, Tile, Whole
 # random numbers and optimizers
 from . import optim, rng
 
+# what is kept on disk
+from . import checkpoint
+
 __all__ = [
     "AbstractMesh",
     "DTensor",
@@ -98,6 +101,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "broadcast",
+    "checkpoint",
     "constrain",
     "distribute",
     "distribute_tensor",

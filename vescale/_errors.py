@@ -50,6 +50,10 @@ class ConsistencyError(VescaleError, RuntimeError):
     """Ranks disagree: other code, other calls, or other values where they must be equal."""
 
 
+class CheckpointError(VescaleError, RuntimeError):
+    """A checkpoint is damaged or incomplete, can't be written, or has other tensors than were asked for."""
+
+
 def explain(found: object, *, where: object = None, rule: object = None, remedy: object = None) -> str:
     """The text of an error: one line each, those that are None left out."""
     parts = {"found": found, "where": where, "rule": rule, "remedy": remedy}

@@ -79,6 +79,7 @@ PUBLIC = [
     "vmap",
     "optim",
     "rng",
+    "checkpoint",
     "fsdp",
     "FSDP",
     "TensorGroup",

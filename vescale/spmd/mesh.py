@@ -316,6 +316,10 @@ class Mesh:
             if not _open:
                 world.end()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        """Itself: a copy of what lives on a mesh lives on the same one (torch's async_save makes such)."""
+        return self
+
     def __repr__(self) -> str:
         axes = " x ".join(f"{a}={n}" for a, n in zip(self.axis_names, self.shape, strict=True))
         return f"Mesh({axes}, {self.backend} on {self.device})"
