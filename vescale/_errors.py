@@ -50,6 +50,16 @@ class ConsistencyError(VescaleError, RuntimeError):
     """Ranks disagree: other code, other calls, or other values where they must be equal."""
 
 
+class PeerError(ConsistencyError):
+    """A collective did not complete: a rank died, stalled, left, or runs something else.
+
+    `ranks` are the likely cause, as torch.distributed numbers them: those that died, stalled or left, else
+    those that are alive and elsewhere.
+    """
+
+    ranks: tuple[int, ...] = ()
+
+
 def explain(found: object, *, where: object = None, rule: object = None, remedy: object = None) -> str:
     """The text of an error: one line each, those that are None left out."""
     parts = {"found": found, "where": where, "rule": rule, "remedy": remedy}
