@@ -95,7 +95,7 @@ def bits(params, place=0):
 
 def trains(kind, ready, leaves=-1, timeout=TIMEOUT):
     """Steps until one fails: what the error says, when, and what was there before and after."""
-    os.environ["VESCALE_TIMEOUT"], os.environ["VESCALE_HEARTBEAT"] = str(timeout), "0.25"
+    os.environ["VESCALE_TIMEOUT"] = str(timeout)
     mesh = vs.make_mesh(AXES[dist.get_world_size()])
     step = step_of(kind, mesh)
     params, x = start(mesh)

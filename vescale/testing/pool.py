@@ -8,6 +8,7 @@ on any rank.
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import tempfile
@@ -146,6 +147,7 @@ class RankPool:
 def _serve(rank: int, size: int, store: str, timeout: float, pipe: Connection) -> None:
     """The life of a rank: join the group, then jobs until the pipe is closed."""
     torch.set_num_threads(1)
+    os.environ.setdefault("VESCALE_HEARTBEAT", "0.25")  # what became of the others is told sooner, too
     # Shorter than the pool's patience, so that a hung collective, or a rank that nobody hears from, is
     # told by its own error.
     patience = timedelta(seconds=timeout * 0.8)
