@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "docs/dtensor.md",
+    "docs/errors.md",
+    "docs/failures.md",
     "docs/fsdp.md",
     "docs/introspection.md",
     "docs/modules.md",

@@ -33,6 +33,7 @@ def exchange(mesh: Mesh, what: str, record: Any) -> list[Any]:
     Raises ConsistencyError when a rank says nothing within the store's timeout, or is asked about
     something else than `what`.
     """
+    watch.begin()
     key, call = _next(mesh)
     try:
         answers = watch.ask(lambda: _gather(mesh, json.dumps([what, record]), key, call))
