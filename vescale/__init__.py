@@ -8,7 +8,7 @@ in flat buffers, random numbers and optimizers, checkpoints.
 __version__ = "0.1.0"
 
 # isort: off
-from ._errors import VescaleError
+from ._errors import PeerError, VescaleError
 
 # meshes and placements
 from .spmd.mesh import Mesh, make_mesh
@@ -83,6 +83,7 @@ __all__ = [
     "Mesh",
     "P",
     "Partial",
+    "PeerError",
     "Plan",
     "RaggedShard",
     "Replicate",

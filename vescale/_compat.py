@@ -62,6 +62,12 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def group_timeout(group: Any) -> Any:
+    """2.11 - 2.13. The timeout of a process group, a timedelta; only init_process_group is told it."""
+    device = "cuda" if "nccl" in torch.distributed.get_backend(group) else "cpu"
+    return group._get_backend(torch.device(device)).options._timeout
+
+
 def make_wrapper(
     cls: type,
     shape: tuple[int, ...],

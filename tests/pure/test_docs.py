@@ -15,6 +15,8 @@ PAGES = [
     "README.md",
     "docs/adamw_8bit.md",
     "docs/dtensor.md",
+    "docs/errors.md",
+    "docs/failures.md",
     "docs/fsdp.md",
     "docs/introspection.md",
     "docs/modules.md",

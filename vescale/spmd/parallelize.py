@@ -45,6 +45,7 @@ from .program.strict import refuse_unasked
 from .program.torch_draws import Source, using
 from .program.trace import Mark, Tracing, trace
 from .signature import PARTS, Arguments, Signature
+from .watch import here
 
 if TYPE_CHECKING:
     from .parallel_module import ParallelModule
@@ -205,12 +206,16 @@ class Parallelized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1
-        signature, entry = self._find(args, kwargs)
-        closed_over = entry.read() if entry is not None else None
-        if entry is None or closed_over is None:
-            entry = self._compile(signature)
-            closed_over = [get() for get in entry.closed_over]
-        return self._run(entry, signature.leaves, closed_over)
+        outside = here.enter(self._name, self._calls)
+        try:
+            signature, entry = self._find(args, kwargs)
+            closed_over = entry.read() if entry is not None else None
+            if entry is None or closed_over is None:
+                entry = self._compile(signature)
+                closed_over = [get() for get in entry.closed_over]
+            return self._run(entry, signature.leaves, closed_over)
+        finally:
+            here.leave(outside)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The program for arguments like these, without running it or communicating.

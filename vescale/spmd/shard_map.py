@@ -37,6 +37,7 @@ from .pullback import Pullback, call, compile_pullback, cotangent_layout, differ
 from .signature import PARTS, Arguments, Signature
 from .specs import UNSAID, Specs, global_shape
 from .varying import current_map
+from .watch import here
 
 
 def shard_map(
@@ -480,15 +481,19 @@ class ShardMapped:
     def run(self, entry: Entry | Pullback, program: Program, leaves: Sequence[Any]) -> list[list[Any]]:
         """Run one of the entry's programs on global arguments: the local results of each hosted rank."""
         self._calls += 1
-        return program(
-            enter(
-                self.mesh,
-                leaves,
-                entry.layouts,
-                [place() for place in entry.hidden],
-                lambda index, leaf, layout: self._mismatch(entry.paths[index], leaf, layout),
+        outside = here.enter(self.name, self._calls)
+        try:
+            return program(
+                enter(
+                    self.mesh,
+                    leaves,
+                    entry.layouts,
+                    [place() for place in entry.hidden],
+                    lambda index, leaf, layout: self._mismatch(entry.paths[index], leaf, layout),
+                )
             )
-        )
+        finally:
+            here.leave(outside)
 
     # Gradients from outside: see `pullback`.
 

@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..._compat import view_source
@@ -25,7 +24,7 @@ from ..mesh import Mesh, group_ranks, make_mesh
 from ..placements import P, Partial, RaggedShard, Shard
 from ..redistribute import Collective, bind, bind_local, plan
 from ..redistribute_plan import chunk
-from ..transport import all_to_all
+from ..transport import all_to_all, broadcast as broadcast_over
 from ..varying import Apart, Lockstep, Mapped, within
 from .cleanup import cleanup
 from .constants import fill_by_shape
@@ -446,7 +445,7 @@ def _bind_broadcast(group: Mesh, root: int) -> Collective:
 
     def broadcast(values: Sequence[Tensor]) -> list[Tensor]:
         result = values[0].clone(memory_format=torch.contiguous_format)
-        dist.broadcast(result, group_src=root, group=process_group())
+        broadcast_over(result, root, process_group())
         return [result]
 
     return broadcast

@@ -15,17 +15,16 @@ from typing import Any
 import torch
 
 from ..._compat import below_autograd
-from ..._errors import ConsistencyError
-from ..agree import stuck
 from ..layout import AbstractMesh
 from ..mapped_call import mapped_call
 from ..mesh import Mesh
 from ..overlap import bind_start
 from ..redistribute import Collective, bind
+from ..watch import here
 from . import passes
 from .cause import REFUSED
 from .codegen import generate
-from .draw import BoundDraw, bind_draw
+from .draw import bind_draw
 from .emit import Call, Instruction, Listing, emit
 from .ir import Graph, Ref, TensorMeta, map_args
 from .mapped import (
@@ -284,7 +283,8 @@ class Program:
         for number in range(len(self.exchanges)):
             assert all(stop[0] == number for stop in stops)
             # Each rank takes its value out of a box, so that nobody else holds it while the rank goes on.
-            boxes = [[value] for value in self._exchange(number, [stop[1] for stop in stops])]
+            here.collective = self.labels, number
+            boxes = [[value] for value in self.exchanges[number]([stop[1] for stop in stops])]
             stops = []
             for rank, box in zip(running, boxes, strict=True):
                 try:
@@ -292,16 +292,6 @@ class Program:
                 except StopIteration as done:
                     results.append(done.value)
         return results
-
-    def _exchange(self, number: int, values: list[Any]) -> list[Any]:
-        try:
-            return self.exchanges[number](values)
-        except RuntimeError as error:
-            if isinstance(self.exchanges[number], BoundDraw) or self.mesh.is_simulated:
-                raise
-            raise ConsistencyError(
-                stuck(self.mesh, f"collective {number}: {self.labels[number]}", error)
-            ) from error
 
 
 def overwritten_inputs(listing: Listing) -> set[int]:
