@@ -34,7 +34,16 @@ from .parallelize import Entry, Parallelized, drawing
 from .program.plain import PlainNode, run_plainly
 from .program.stepwise import Observation, Stepwise, Value, Watch, same_bits
 
-__all__ = ["Observation", "PlainNode", "Value", "observe", "observe_plainly", "prepare", "same_bits"]
+__all__ = [
+    "Observation",
+    "Observed",
+    "PlainNode",
+    "Value",
+    "observe",
+    "observe_plainly",
+    "prepare",
+    "same_bits",
+]
 
 
 def prepare(
@@ -56,6 +65,44 @@ def prepare(
     return step.entry(*args, **kwargs)
 
 
+class Observed:
+    """A parallelized function whose calls are run step by step; the programs that it runs are kept."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+        self._kept: dict[int, tuple[Entry, Stepwise]] = {}
+
+    def call(
+        self,
+        prepared: tuple[Entry, list[Any], list[Tensor]],
+        watch: Watch,
+        *,
+        donate: bool = False,
+    ) -> Any:
+        """Run what `prepare` returned for some arguments: see `observe`."""
+        entry, leaves, hidden = prepared
+        decision, mesh = entry.decision, self.step._mesh
+        inputs = self.step._enter(decision, leaves, hidden)
+        with drawing(entry, leaves):
+            results = own(self._stepwise(entry)(inputs, watch), decision.aliases)
+        outputs = leave(mesh, results, decision.out_layouts, decision.out_kinds)
+        if donate:
+            for index in decision.donated:
+                if isinstance(leaves[index], DTensor):
+                    call = f"an observed call of {self.step._name}"
+                    leaves[index].donate(decision.paths[index], call)
+        return _tree.unflatten(decision.out_spec, outputs)
+
+    def _stepwise(self, entry: Entry) -> Stepwise:
+        if id(entry) not in self._kept:
+            if len(self._kept) >= 16:
+                self._kept.pop(next(iter(self._kept)))
+            decision = entry.decision
+            made = Stepwise(decision.partitioned, self.step._mesh, decision.graph)
+            self._kept[id(entry)] = entry, made
+        return self._kept[id(entry)][1]
+
+
 def observe(
     step: Any,
     args: Sequence[Any],
@@ -70,18 +117,7 @@ def observe(
     are unless `donate`: then those that `step` donates can't be used any more. In processes every rank
     makes this call.
     """
-    entry, leaves, hidden = prepare(step, args, kwargs)
-    decision, mesh = entry.decision, step._mesh
-    inputs = step._enter(decision, leaves, hidden)
-    run = Stepwise(decision.partitioned, mesh, decision.graph)
-    with drawing(entry, leaves):
-        results = own(run(inputs, watch), decision.aliases)
-    outputs = leave(mesh, results, decision.out_layouts, decision.out_kinds)
-    if donate:
-        for index in decision.donated:
-            if isinstance(leaves[index], DTensor):
-                leaves[index].donate(decision.paths[index], f"an observed call of {step._name}")
-    return _tree.unflatten(decision.out_spec, outputs)
+    return Observed(step).call(prepare(step, args, kwargs), watch, donate=donate)
 
 
 def observe_plainly(
