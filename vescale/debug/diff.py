@@ -23,12 +23,14 @@ class Operand:
 class Divergence:
     """The first thing that differs, and why it is the origin.
 
-    `op` made `value`, of which `ranks` hold other bits (none are named where meshes differ: the global value
-    does). `line`, `module` and `region` are those of the op in run `a`. `a` and `b` are fingerprints, or
-    statistics where a tolerance was given.
+    `instruction` is a line of the index of run `a`, None where functions differ. Its `op` made `value`, of
+    which `ranks` hold other bits (none are named where meshes differ: the global value does). `line`,
+    `module` and `region` are those of the op in run `a`. `a` and `b` are fingerprints, or statistics where a
+    tolerance was given.
     """
 
     call: int
+    instruction: int | None
     op: str
     value: str
     look: str
@@ -44,8 +46,9 @@ class Divergence:
     def __str__(self) -> str:
         where = " ".join(part for part in (self.region, self.module, self.line) if part)
         who = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        at = f", instruction {self.instruction}" if self.instruction is not None else ""
         rows = [
-            f"call {self.call}: {self.value} differs{who}",
+            f"call {self.call}{at}: {self.value} differs{who}",
             f"  made by   {self.op}",
             *([f"  at        {where}"] if where else []),
             *([f"  is        {self.look}"] if self.look else []),
@@ -214,10 +217,13 @@ class _Comparison:
         node = next((p.graph.nodes[at] for p in (ours, theirs) if at < len(p.graph.nodes)), None)
         if shown[0] == shown[1]:
             shown = [f"{len(p.head['inputs'])} tensors given and closed over" for p in (ours, theirs)]
-        where = [node[name] if node is not None else "" for name in ("line", "module", "region")]
+        line, module, region = (node[key] if node is not None else "" for key in ("line", "module", "region"))
         reason = "the functions differ here, and nothing did before; what comes after was not compared"
         op = node["op"] if node is not None else "the caller"
-        return Divergence(number, op, f"node {at} of the graph", "", *where, (), *shown, (), reason)
+        what = f"node {at} of the graph"
+        return Divergence(
+            number, None, op, what, "", line, module, region, (), shown[0], shown[1], (), reason
+        )
 
     def one_value(
         self,
@@ -341,6 +347,7 @@ def _divergence(
     layout = f" {value['layout']}" if value["layout"] is not None else ", local to each rank"
     return Divergence(
         number,
+        place[0],
         "the caller" if instruction["step"] < 0 else instruction["op"],
         program.name(place),
         f"{value['look']}{layout} on {program.mesh_text}",
