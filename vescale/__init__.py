@@ -2,8 +2,12 @@
 
 Names only; each is documented where it is defined. Read in this order: meshes and placements,
 layouts and tensors, plans, programs and modules, functions on local shards, transforms; then parameters
-in flat buffers, random numbers and optimizers, checkpoints.
+in flat buffers, random numbers and optimizers, checkpoints. `vs.debug` and `vs.testing` are loaded when first
+used.
 """
+
+import importlib as _importlib
+import typing as _typing
 
 __version__ = "0.1.0"
 
@@ -72,6 +76,16 @@ from . import optim, rng
 
 # what is kept on disk
 from . import checkpoint
+
+if _typing.TYPE_CHECKING:
+    from . import debug as debug, testing as testing
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name in ("debug", "testing"):
+        return _importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AbstractMesh",

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "docs/adamw_8bit.md",
+    "docs/debugging.md",
     "docs/dtensor.md",
     "docs/errors.md",
     "docs/failures.md",

@@ -205,17 +205,21 @@ class Parallelized:
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls += 1
-        outside = here.enter(self._name, self._calls)
+        outside = here.enter(self._name, self._calls + 1)
         try:
-            signature, entry = self._find(args, kwargs)
-            closed_over = entry.read() if entry is not None else None
-            if entry is None or closed_over is None:
-                entry = self._compile(signature)
-                closed_over = [get() for get in entry.closed_over]
-            return self._run(entry, signature.leaves, closed_over)
+            return self._run(*self.entry(*args, **kwargs))
         finally:
             here.leave(outside)
+
+    def entry(self, *args: Any, **kwargs: Any) -> tuple[Entry, list[Any], list[torch.Tensor]]:
+        """What a call runs: the program of its signature, made on a miss; its leaves; what it closes over."""
+        self._calls += 1
+        signature, entry = self._find(args, kwargs)
+        closed_over = entry.read() if entry is not None else None
+        if entry is None or closed_over is None:
+            entry = self._compile(signature)
+            closed_over = [get() for get in entry.closed_over]
+        return entry, signature.leaves, closed_over
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The program for arguments like these, without running it or communicating.

@@ -64,7 +64,7 @@ def _own_elements(step: Draw, partitioned: Partitioned, mesh: Mesh) -> Callable[
             stream, source = node.args
             draw(stream, wanted, source.find())
         else:
-            take(_run(node, []).contiguous().view(-1), wanted)
+            take(run_whole(node, []).contiguous().view(-1), wanted)
         return made
 
     return run
@@ -77,13 +77,14 @@ def _set_state(source: Source, values: Sequence[Sequence[Tensor]]) -> list[list[
 
 def _whole(step: Draw, values: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
     """The op on whole values, which all ranks have."""
-    result = _run(step.node, values[0])
+    result = run_whole(step.node, values[0])
     first = list(result) if isinstance(result, (tuple, list)) else [result]
     others = [[_copy(part) for part in first] for _ in values[1:]]
     return [[_own(part) for part in first], *others]
 
 
-def _run(node: Node, values: Sequence[Tensor]) -> Any:
+def run_whole(node: Node, values: Sequence[Tensor]) -> Any:
+    """A random op that is no `torch_draw`, on whole values; its generator is found in the call."""
     operands = iter(values)
     local: Callable[[Ref], Tensor] = lambda ref: next(operands)  # noqa: E731
     args = [_found(map_args(arg, local)) for arg in node.args]

@@ -172,10 +172,11 @@ def results(step: AnyStep) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LocalValue:
-    """One layout of a global value."""
+    """One layout of a global value: of the graph's value `source`, unless it is none (a bucket's buffer)."""
 
     meta: TensorMeta
     layout: Layout
+    source: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +325,7 @@ class _Walk:
         return number
 
     def new(self, value: int, layout: Layout) -> int:
-        self.values.append(LocalValue(self.metas[value], layout))
+        self.values.append(LocalValue(self.metas[value], layout, value))
         return len(self.values) - 1
 
     def home(self, value: int) -> Layout:
