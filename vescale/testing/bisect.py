@@ -212,7 +212,9 @@ class _Static:
         if self.first is None and expected is not None and wording(expected, ours) is None:
             apart = difference(expected, ours)
             if apart is not None:
-                self.first = self.judged(seen, ours, expected, apart, "its operands are those of plain torch")
+                self.first = self.judged(
+                    seen, value, expected, apart, "its operands are those of plain torch"
+                )
         if self.first is None:
             return
         if not self.first.excused:
@@ -220,12 +222,12 @@ class _Static:
         # Rounding is under way: what remains to be seen is whether the step does what it says.
         own = self.own_result(seen, place)
         if own is not None and wording(own, ours) is None and (apart := difference(own, ours)) is not None:
-            judged = self.judged(seen, ours, own, apart, "expected is what it makes of what it read")
+            judged = self.judged(seen, value, own, apart, "expected is what it makes of what it read")
             if not judged.excused:
                 raise _Found(judged)
 
     def judged(
-        self, seen: Observation, ours: Tensor, expected: Tensor, apart: Difference, given: str
+        self, seen: Observation, value: Value, expected: Tensor, apart: Difference, given: str
     ) -> Divergence:
         """The difference of a result from the one expected of what the step read, and whether it may be."""
         step, excused = seen.step, ""
@@ -235,7 +237,7 @@ class _Static:
             pending = [
                 value for value in (*seen.operands, *seen.results) if value.layout and value.layout.partials
             ]
-            excused = excuse(node.op, lambda: run_node(node, sizes), ours, expected, bool(pending))
+            excused = excuse(node.op, lambda: run_node(node, sizes), value.whole(), expected, bool(pending))
         elif isinstance(step, (Move, Wait)):
             several = any(value.layout and len(value.layout.partials) > 1 for value in seen.operands)
             excused = SEVERAL if several and apart.error <= ROUNDING else ""
@@ -243,7 +245,7 @@ class _Static:
         elif isinstance(step, Draw):
             given = "a draw has the bits of one device"
         elif step is None:
-            given = "the arguments are placed as they are"
+            given = f"{value.name or 'a closed-over tensor'} is not placed as it is"
         return self.told(seen, given, apart, excused)
 
     def own_result(self, seen: Observation, place: int) -> Tensor | None:

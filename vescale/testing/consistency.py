@@ -20,7 +20,7 @@ from ..spmd.plan import Plan
 from .bisect import Divergence, first_divergence
 from .compare import Difference, difference, wording
 from .pool import RankPool
-from .processes import run_on
+from .processes import first_unlike, run_on
 from .running import GENERATOR, Fn, Mode, Step, one_thread, replicas, run, simulated, whole
 
 # In units of eps times the largest value of a leaf: room for some thousand sums in another order.
@@ -171,19 +171,30 @@ class _Check:
         answers = run_on(pool, self.fn, first.args, mode, len(reference), first.before)[: mesh.size]
         for rank, steps in enumerate(answers):
             for number, (got, leaves) in enumerate(zip(steps, self.local[mode.name], strict=True)):
-                paths = _tree.paths(reference[number].result)
-                for path, there, here in zip(paths, got, leaves, strict=True):
-                    expected = here[rank] if isinstance(here, list) else here
+                for path, there, here in zip(_tree.paths(reference[number].result), got, leaves, strict=True):
+                    expected, apart = here[rank] if isinstance(here, list) else here, None
                     found = wording(expected, there)
-                    apart = (
-                        difference(expected, there, zeros=True)
-                        if found is None and isinstance(there, Tensor)
-                        else None
-                    )
+                    if found is None and isinstance(there, Tensor):
+                        apart = difference(expected, there, zeros=True)
                     self.compared += 1
                     if found or apart:
                         found = f"rank {rank} has other bits than the simulated rank: {found or apart}"
-                        raise Inconsistent(self.name, self.runs[-1], number, path or "result", found, apart)
+                        where = self.where_unlike(mode, pool, reference[number])
+                        raise Inconsistent(
+                            self.name, self.runs[-1], number, path or "result", found, apart, where
+                        )
+
+    def where_unlike(self, mode: Mode, pool: RankPool, plain: Step) -> Divergence | None:
+        """The first instruction after which real ranks have other bits than simulated ones."""
+        if not mode.static:
+            return None
+        mode = Mode(mode.name, simulated(mode.plan), mode.static)
+        found = first_unlike(pool, self.fn, mode, plain.args, plain.before)
+        if found is None:
+            return None
+        seen, rank, apart = found
+        why = f"rank {rank} of the real processes parts from the simulated rank here"
+        return Divergence(seen.op, seen.line, "", why, "", apart)
 
     def compare(self, plain: Step, ours: Step) -> tuple[str, str, Difference | None] | None:
         """The first leaf that differs: its path, how it does, and by how much."""

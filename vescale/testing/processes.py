@@ -1,4 +1,7 @@
-"""Runs of `assert_consistent` on real ranks: what is sent to them, and what comes back."""
+"""Runs of `assert_consistent` on real ranks: what is sent to them, what comes back, and where they part.
+
+Real ranks must have the bits of simulated ones, instruction by instruction: both observe the same program.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import _tree
 from .._errors import ArgumentError, explain
 from ..spmd.dtensor import DTensor
 from ..spmd.mesh import Mesh, make_mesh
+from ..spmd.observe import Observation, observe
 from ..spmd.plan import Plan
+from .compare import Difference, difference, wording
 from .pool import RankPool
-from .running import Fn, Mode, axes_of, run
+from .running import Fn, Mode, axes_of, own_generators, run
 
 
 @dataclass(frozen=True)
@@ -82,4 +88,54 @@ def _run_here(fn: Fn, args: tuple[Any, ...], recipe: _Recipe, steps: int, before
     return found
 
 
-__all__ = ["mesh_here", "run_on"]
+@dataclass(frozen=True)
+class Seen:
+    """What an instruction left on the ranks of a process: local tensors by value and rank."""
+
+    op: str
+    line: str
+    locals: dict[int, dict[int, Tensor]]
+
+
+def first_unlike(
+    pool: RankPool, fn: Fn, mode: Mode, args: tuple[Any, ...], before: Tensor
+) -> tuple[Seen, int, Difference] | None:
+    """The first instruction after which a real rank has other bits than the simulated one, that rank, and
+    how."""
+    here = _observe(fn, mode, args, before)
+    there = pool.run(_observe_here, fn, _Recipe.of(mode), args, before)[: mode.plan.mesh.abstract.size]
+    for number, seen in enumerate(here):
+        for rank, instructions in enumerate(there):
+            for value, locals in seen.locals.items():
+                found = instructions[number].locals[value][rank]
+                if wording(locals[rank], found) is None:
+                    apart = difference(locals[rank], found, zeros=True)
+                    if apart is not None:
+                        return seen, rank, apart
+    return None
+
+
+def _observe_here(fn: Fn, recipe: _Recipe, args: tuple[Any, ...], before: Tensor) -> list[Seen]:
+    mode = recipe.mode()
+    if not mode.plan.hosted("assert_consistent").local_ranks:
+        return []
+    return _observe(fn, mode, args, before)
+
+
+def _observe(fn: Fn, mode: Mode, args: tuple[Any, ...], before: Tensor) -> list[Seen]:
+    found: list[Seen] = []
+
+    def watch(seen: Observation) -> None:
+        if seen.inner is None:
+            whole = [value for value in seen.results if not value.is_filling]
+            locals = {v.number: {rank: piece.clone() for rank, piece in v.locals.items()} for v in whole}
+            found.append(Seen(seen.name, str(seen.origin), locals))
+
+    state = torch.get_rng_state()
+    torch.set_rng_state(before)
+    observe(mode.on_mesh(fn), own_generators(args), {}, watch)
+    torch.set_rng_state(state)
+    return found
+
+
+__all__ = ["first_unlike", "run_on"]

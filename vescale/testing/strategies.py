@@ -80,7 +80,7 @@ def shapes(draw: Draw, dims: tuple[int, int] = (0, 3)) -> Shape:
 def placements(draw: Draw, shape: Shape, size: int, partial: bool = True) -> Placement:
     """A placement of a tensor of `shape` on one axis of `size` ranks."""
     mesh = AbstractMesh(AXES[:1], (size,))
-    return draw(layouts(mesh, shape, partial)).spec.get(AXES[0], Replicate())
+    return draw(layouts(mesh, shape, partial)).placement(AXES[0])
 
 
 @st.composite
