@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .hosted import bind_lanes
+from .lanes import LaneMesh
 from .layout import Layout, replicated
 from .locals import local_slice
 from .mesh import Mesh, group_ranks
@@ -224,6 +226,9 @@ def bind(step: Step, mesh: Mesh, *, reduction: str | None = None) -> Collective:
     if not mesh.local_ranks:
         return lambda locals: []
     if not mesh.is_simulated:
+        if isinstance(mesh, LaneMesh):
+            lanes = bind_lanes((step,), mesh)
+            return lambda locals: lanes([locals])[0]
         return _bind_processes((step,), mesh, reduction)  # one rank, so one tensor a step
     if step.kind in ("all_gather", "all_to_all"):
         return _simulated_exchange(step)
@@ -241,6 +246,8 @@ def bind_many(steps: tuple[Step, ...], mesh: Mesh, *, reduction: str | None = No
     if mesh.is_simulated or not mesh.local_ranks:
         each = [bind(step, mesh, reduction=reduction) for step in steps]
         return lambda locals: [one(pieces) for one, pieces in zip(each, locals, strict=True)]
+    if isinstance(mesh, LaneMesh):
+        return bind_lanes(steps, mesh)
     together = _bind_processes(steps, mesh, reduction)
     return lambda locals: [[tensor] for tensor in together([tensor for (tensor,) in locals])]
 

@@ -382,10 +382,13 @@ def source_of(partitioned: Partitioned, rank: int) -> str:
     return generate(made.instructions, made.inputs, made.outputs, made.looks).source
 
 
-def compile_partitioned(partitioned: Partitioned, mesh: Mesh, *, optimise: bool = False) -> Program:
+def compile_partitioned(
+    partitioned: Partitioned, mesh: Mesh, *, optimise: bool = False, reduction: str | None = None
+) -> Program:
     """The program of decisions, for the ranks that `mesh` hosts here.
 
-    With `optimise` the passes run over them; a program of one op gains nothing from that.
+    With `optimise` the passes run over them; a program of one op gains nothing from that. `reduction` is
+    "ordered" or "native", by default the mesh's.
     """
     exchanges: list[Collective] = []
     waits: dict[int, Collective] = {}
@@ -393,12 +396,13 @@ def compile_partitioned(partitioned: Partitioned, mesh: Mesh, *, optimise: bool 
         if isinstance(step, Map):
             exchanges += bind_all(mapped_call(step.handle).traced, mesh, lambda variant: variant.graph)
         elif isinstance(step, Start):
-            start, waits[step.ticket] = bind_start(tuple(move.step for move in step.moves), mesh)
+            moves = tuple(move.step for move in step.moves)
+            start, waits[step.ticket] = bind_start(moves, mesh, reduction=reduction)
             exchanges.append(start)
         elif isinstance(step, Wait):
             exchanges.append(waits[step.start.ticket])
         elif isinstance(step, Move) and step.step.is_collective:
-            exchanges.append(bind(step.step, mesh))
+            exchanges.append(bind(step.step, mesh, reduction=reduction))
         elif isinstance(step, Draw):
             exchanges.append(bind_draw(step, partitioned, mesh))
     made = final_listing if optimise else listing
