@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def begin_lanes(
     """The start of an exchange or a reduce-scatter; what it returns, called once, is the end."""
     sides = [_Side(step, mesh) for step in steps]
     me, peers = mesh.hosts.rank, sides[0].peers
-    group = mesh.late_group(steps[0].axes)
+    group = _group(sides[0])
     counts = [[side.count(peer, me) for peer in peers] for side in sides]
     # All need all of the same size; every process of the group sees that.
     gathers = steps[0].kind == "all_gather" and len(peers) > 1
@@ -200,6 +201,11 @@ def _frontier(lanes: AbstractMesh, hosts: AbstractMesh, axes: tuple[str, ...]) -
     return level, len(owners)
 
 
+def _group(side: _Side) -> Callable[[], Any]:
+    """The processes that take part; none is asked for where one hosts all lanes."""
+    return side.mesh.late_group(side.step.axes) if len(side.peers) > 1 else lambda: None
+
+
 def _pack(sides: Sequence[_Side], receivers: Sequence[int], me: int) -> tuple[Assemble, list[int]]:
     """One send buffer from all parcels, and how much of it each of these processes gets: this one nothing."""
     pieces: list[tuple[int, Block]] = []
@@ -277,7 +283,7 @@ def _all_reduce(steps: tuple[Step, ...], mesh: LaneMesh) -> Lanes:
     sides = [_Side(step, mesh) for step in steps]
     peers, me, reduce = sides[0].peers, mesh.hosts.rank, sides[0].reduce
     assert reduce is not None
-    count, index, group = len(peers), peers.index(me), mesh.late_group(steps[0].axes)
+    count, index, group = len(peers), peers.index(me), _group(sides[0])
     shapes = [wanted.shape for side in sides for wanted in side.receivers(me)]
     sizes = [math.prod(shape) for shape in shapes]
     numel, nodes = sum(sizes), sides[0].nodes

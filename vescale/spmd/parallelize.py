@@ -26,7 +26,7 @@ from .dtensor import DTensor
 from .kinds import kind_of
 from .lane_boundary import LaneBoundary
 from .lane_plan import LanePlan, with_lanes
-from .lanes import not_in_lanes
+from .lanes import LaneMesh, not_in_lanes
 from .layout import Layout, replicated
 from .lowered import Inputs, Lowered
 from .mesh import Mesh
@@ -405,7 +405,10 @@ class Parallelized:
             return results
 
         tracing = Tracing(
-            activations=plan.activation_rules(), device=plan.device, generators=signature.leaves
+            activations=plan.activation_rules(),
+            device=plan.device,
+            generators=signature.leaves,
+            lanes=mesh if isinstance(mesh, LaneMesh) else None,
         )
         inputs = [standing_for(TensorMeta.of(signature.leaves[index]), plan.device) for index in tensors]
         graph = cleanup(
