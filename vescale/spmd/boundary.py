@@ -85,6 +85,10 @@ class Boundary:
         """For one that has none outside, a layout that has."""
         return layout
 
+    def places(self, layouts: Sequence[Layout | None]) -> list[range]:
+        """Where values in these layouts are among the inputs or results of a rank; None has one place too."""
+        return [range(at, at + 1) for at in range(len(layouts))]
+
     def enter(
         self,
         leaves: Sequence[Any],

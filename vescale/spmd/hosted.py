@@ -16,10 +16,9 @@ not next to each other in it, these are smaller.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from typing import Any
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -34,42 +33,54 @@ from .transport import Assemble, all_gather, all_to_all, assembler, start_all_ga
 
 Pieces = Sequence[Sequence[Tensor]]  # for each step those of the lanes that live here
 Lanes = Callable[[Pieces], list[list[Tensor]]]
+Node = list[tuple[int, Block]]  # the parts of a value: in which tensor, and where
 
 
-def bind_lanes(steps: tuple[Step, ...], mesh: LaneMesh) -> Lanes:
-    """`redistribute.bind_many` for a mesh of lanes in processes: one collective at most."""
-    if steps[0].kind == "all_reduce":
-        return _all_reduce(steps, mesh)
-    begin = begin_lanes(steps, mesh)
+def bind_lanes(
+    steps: tuple[Step, ...], mesh: LaneMesh, *, untold: Collection[str] = (), apart: bool = True
+) -> Lanes:
+    """`redistribute.bind_many` for a mesh of lanes: one collective between processes, at most.
+
+    Lanes of a rank that get the same get one tensor, unless `apart`. Over the axes `untold` their values differ
+    although the layouts don't say so.
+    """
+    sides = [_Side(step, mesh, untold) for step in steps]
+    if steps[0].kind == "all_reduce" and not mesh.is_simulated and len(sides[0].peers) > 1:
+        return _all_reduce(sides, apart)
+    begin = begin_lanes(steps, mesh, untold=untold, apart=apart)
     return lambda locals: begin(locals)()
 
 
 def begin_lanes(
-    steps: tuple[Step, ...], mesh: LaneMesh
+    steps: tuple[Step, ...], mesh: LaneMesh, *, untold: Collection[str] = (), apart: bool = True
 ) -> Callable[[Pieces], Callable[[], list[list[Tensor]]]]:
-    """The start of an exchange or a reduce-scatter; what it returns, called once, is the end."""
-    sides = [_Side(step, mesh) for step in steps]
-    me, peers = mesh.hosts.rank, sides[0].peers
-    group = _group(sides[0])
-    counts = [[side.count(peer, me) for peer in peers] for side in sides]
+    """The start of an exchange or a reduction; what it returns, called once, is the end."""
+    sides = [_Side(step, mesh, untold) for step in steps]
+    peers = sides[0].peers
+    if mesh.is_simulated or len(peers) == 1:
+        finish = _unpack(sides, False, apart)
+
+        def copy(locals: Pieces) -> Callable[[], list[list[Tensor]]]:
+            results = finish(_parcels(sides, locals))
+            return lambda: results
+
+        return copy
+    me = mesh.hosts.rank
+    group = mesh.late_group(steps[0].axes)
+    counts = [sum(side.count(peer, me) for side in sides) for peer in peers]
     # All need all of the same size; every process of the group sees that.
-    gathers = steps[0].kind == "all_gather" and len(peers) > 1
-    gathers = gathers and len({sum(sizes) for sizes in zip(*counts)}) == 1
-    other = next((peer for peer in peers if peer != me), me)
-    packed, in_splits = _pack(sides, [other] if gathers else peers, me)
-    arrived_from = [sum(sizes) if gathers or peer != me else 0 for peer, sizes in zip(peers, zip(*counts))]
-    finish = _unpack(sides, me, gathers)
+    gathers = steps[0].kind == "all_gather" and len(set(counts)) == 1
+    packed, in_splits = _pack(sides, [next(peer for peer in peers if peer != me)] if gathers else peers, me)
+    out_splits = [count * (peer != me) for peer, count in zip(peers, counts, strict=True)]
+    finish = _unpack(sides, gathers, apart)
 
     def begin(locals: Pieces) -> Callable[[], list[list[Tensor]]]:
-        parcels = [side.sums(pieces) for side, pieces in zip(sides, locals, strict=True)]
-        flat = [parcel for mine in parcels for parcel in mine]
-        if len(peers) == 1:
-            return lambda: finish(flat[0], flat)
+        parcels = _parcels(sides, locals)
         if gathers:
-            arrival = start_all_gather(packed(flat).view(-1), len(peers), group())
+            arrival = start_all_gather(packed(parcels).view(-1), len(peers), group())
         else:
-            arrival = start_all_to_all(packed(flat), in_splits, arrived_from, group())
-        return lambda: finish(arrival(), flat)
+            arrival = start_all_to_all(packed(parcels), in_splits, out_splits, group())
+        return lambda: finish([*parcels, arrival()])
 
     return begin
 
@@ -98,28 +109,39 @@ class Receiver:
 
 
 class _Side:
-    """A step as processes see it: pure, but for `sums` and `shared`."""
+    """A step as the hosts of lanes see it."""
 
-    def __init__(self, step: Step, mesh: LaneMesh) -> None:
+    def __init__(self, step: Step, mesh: LaneMesh, untold: Collection[str]) -> None:
         self.step, self.mesh = step, mesh
         self.lanes, self.hosts = mesh.abstract, mesh.hosts.abstract
-        self.peers = group_ranks(self.hosts, step.axes, mesh.hosts.rank)
+        self.here = mesh.hosts.local_ranks
         self.reduced = tuple(axis for axis, _ in step.reductions)
         self.reduce = Reduction(self.lanes, dict(step.reductions)) if self.reduced else None
         self.level, self.nodes = _frontier(self.lanes, self.hosts, self.reduced)
+        wide = widths(self.lanes, self.hosts)
+        # Over these axes the lanes of a host have equal values, and exchange nothing: as many lanes.
+        told = {*step.axes, *step.src.spec, *untold}
+        self.alike = {axis: count for axis, count in wide.items() if axis not in told}
         self.parcels, self.receivers = cache(self._parcels), cache(self._receivers)
         place = {lane: number for number, lane in enumerate(mesh.local_ranks)}
-        self._mine = [[place[lane] for lane in parcel.lanes] for parcel in self.parcels(mesh.hosts.rank)]
-        self._wanted = [[place[lane] for lane in wanted.lanes] for wanted in self.receivers(mesh.hosts.rank)]
+        self.taken = [[place[lane] for lane in p.lanes] for host in self.here for p in self.parcels(host)]
+        self.given = [[place[lane] for lane in r.lanes] for host in self.here for r in self.receivers(host)]
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The processes that take part, where each has a rank."""
+        return self.members(self.here[0])
+
+    def members(self, host: int) -> tuple[int, ...]:
+        """The hosts with which one exchanges, itself among them."""
+        return group_ranks(self.hosts, self.step.axes, host)
 
     def _parcels(self, host: int) -> list[Parcel]:
-        """What a process has to send, in order."""
         found: dict[tuple[tuple[int, ...], tuple[int, ...], int], list[int]] = {}
         for lane in lanes_of(host, self.lanes, self.hosts):
             coordinate = self.lanes.coordinate(lane)
-            # Of lanes with equal values, over an axis that is not exchanged, the first speaks for all.
-            if any(coordinate[axis] % self._alike[axis] for axis in self._alike):
-                continue
+            if any(coordinate[axis] % count for axis, count in self.alike.items()):
+                continue  # the first of the lanes that are alike speaks for all
             place = 0
             for axis in self.reduced:
                 place = place * self.lanes.axis_size(axis) + coordinate[axis]
@@ -132,7 +154,6 @@ class _Side:
         ]
 
     def _receivers(self, host: int) -> list[Receiver]:
-        """What a process has to receive, in order: the same for lanes with the same region."""
         found: dict[tuple[tuple[int, ...], Region], list[int]] = {}
         dst = self.step.dst
         for lane in lanes_of(host, self.lanes, self.hosts):
@@ -141,6 +162,11 @@ class _Side:
             Receiver(tuple(lanes), where, dst.local_shape(lanes[0]), key)
             for (key, where), lanes in found.items()
         ]
+
+    def key(self, lane: int) -> tuple[int, ...]:
+        """The group of a lane, among those of its host."""
+        coordinate = self.lanes.coordinate(lane)
+        return tuple(i for a, i in coordinate.items() if a not in self.step.axes and a not in self.alike)
 
     def blocks(self, sender: int, receiver: int) -> list[list[tuple[int, int, Block]]]:
         """For each receiver there, in the order of the wire: (node, which parcel, block)."""
@@ -155,44 +181,32 @@ class _Side:
         ]
 
     def count(self, sender: int, receiver: int) -> int:
-        """How many elements go from one process to another."""
+        """How many elements go from one host to another."""
         return sum(block.numel for found in self.blocks(sender, receiver) for _, _, block in found)
 
-    def key(self, lane: int) -> tuple[int, ...]:
-        """The group of a lane, among those of its process."""
-        coordinate = self.lanes.coordinate(lane)
-        return tuple(
-            index
-            for axis, index in coordinate.items()
-            if axis not in self.step.axes and axis not in self._alike
-        )
-
-    @cached_property
-    def _alike(self) -> dict[str, int]:
-        """The axes over which the lanes of a process have equal values, and how many lanes that are."""
-        wide = widths(self.lanes, self.hosts)
-        return {a: n for a, n in wide.items() if a not in self.step.axes and a not in self.step.src.spec}
-
     def sums(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """The parcels of this process, contiguous."""
+        """The parcels of the hosts that live here, contiguous."""
         made = []
-        for lanes in self._mine:
+        for lanes in self.taken:
             mine = [pieces[lane].contiguous() for lane in lanes]
-            made.append(mine[0] if len(mine) == 1 else self.reduce.partial(mine))  # type: ignore[union-attr]
+            if len(mine) > 1:
+                assert self.reduce is not None
+                mine = [self.reduce.partial(mine)]
+            made += mine
         return made
 
-    def shared(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """What each receiver got, for each lane in memory of its own."""
+    def to_lanes(self, results: Sequence[Tensor], apart: bool) -> list[Tensor]:
+        """What each receiver got, for each of its lanes."""
         by_lane: dict[int, Tensor] = {}
-        for (first, *others), result in zip(self._wanted, results, strict=True):
-            by_lane[first] = result
-            by_lane.update((lane, result.clone()) for lane in others)
+        for lanes, result in zip(self.given, results, strict=True):
+            by_lane[lanes[0]] = result
+            by_lane.update((lane, result.clone() if apart else result) for lane in lanes[1:])
         return [by_lane[lane] for lane in range(len(by_lane))]
 
 
 @lru_cache(maxsize=4096)
 def _frontier(lanes: AbstractMesh, hosts: AbstractMesh, axes: tuple[str, ...]) -> tuple[int, int]:
-    """How high in the tree over `axes` the nodes are that processes send, and how many there are."""
+    """How high in the tree over `axes` the nodes are that hosts send, and how many there are."""
     members = group_ranks(lanes, axes, 0)
     owners = [host_of(lane, lanes, hosts) for lane in members]
     level = 0
@@ -201,14 +215,13 @@ def _frontier(lanes: AbstractMesh, hosts: AbstractMesh, axes: tuple[str, ...]) -
     return level, len(owners)
 
 
-def _group(side: _Side) -> Callable[[], Any]:
-    """The processes that take part; none is asked for where one hosts all lanes."""
-    return side.mesh.late_group(side.step.axes) if len(side.peers) > 1 else lambda: None
+def _parcels(sides: Sequence[_Side], locals: Pieces) -> list[Tensor]:
+    return [parcel for side, pieces in zip(sides, locals, strict=True) for parcel in side.sums(pieces)]
 
 
 def _pack(sides: Sequence[_Side], receivers: Sequence[int], me: int) -> tuple[Assemble, list[int]]:
-    """One send buffer from all parcels, and how much of it each of these processes gets: this one nothing."""
-    pieces: list[tuple[int, Block]] = []
+    """One send buffer from all parcels, and how much of it each of these hosts gets: this one nothing."""
+    pieces: Node = []
     splits, offset = [], 0
     for host in receivers:
         start, first = offset, 0
@@ -225,72 +238,79 @@ def _pack(sides: Sequence[_Side], receivers: Sequence[int], me: int) -> tuple[As
 
 
 def _unpack(
-    sides: Sequence[_Side], me: int, gathers: bool
-) -> Callable[[Tensor, Sequence[Tensor]], list[list[Tensor]]]:
-    """What arrived and the parcels of this process -> for each step what its lanes get."""
-    # By step, receiver and node: where the parts are. 0 is what arrived, then come our own parcels.
-    parts = [
-        [[[] for _ in range(side.nodes)] for _ in side.receivers(me)] for side in sides
-    ]  # type: list[list[list[list[tuple[int, Block]]]]]
-    offset = 0
-    for peer in sides[0].peers:
-        first = 1
-        for side, mine in zip(sides, parts, strict=True):
-            for nodes, found in zip(mine, side.blocks(peer, me), strict=True):
-                for node, which, block in found:
-                    if peer == me and not gathers:
-                        nodes[node].append((first + which, block))
-                        continue
-                    flat = strides(block.sizes)
-                    here = Block(block.sizes, offset, flat, block.dst_offset, block.dst_strides)
-                    nodes[node].append((0, here))
-                    offset += block.numel
-            first += len(side.parcels(me))
-    alone = sum(len(mine) for mine in parts) == 1  # then it may be the memory of what arrived
+    sides: Sequence[_Side], gathers: bool, apart: bool
+) -> Callable[[list[Tensor]], list[list[Tensor]]]:
+    """The parcels that are here, and what arrived after them -> for each step what its lanes get."""
+    here = sides[0].here
+    last = sum(len(side.taken) for side in sides)  # what arrived
+    parts: list[list[list[Node]]] = [[] for _ in sides]  # of each step, receiver and node
+    for host in here:
+        at, nodes = 0, [[[[] for _ in range(s.nodes)] for _ in s.receivers(host)] for s in sides]
+        for peer in sides[0].members(host):
+            first = 0
+            for side, mine in zip(sides, nodes, strict=True):
+                before = sum(len(side.parcels(h)) for h in here if h < peer)
+                for into, found in zip(mine, side.blocks(peer, host), strict=True):
+                    for node, which, block in found:
+                        if peer in here and not gathers:
+                            into[node].append((first + before + which, block))
+                            continue
+                        flat = strides(block.sizes)
+                        moved = Block(block.sizes, at, flat, block.dst_offset, block.dst_strides)
+                        into[node].append((last, moved))
+                        at += block.numel
+                first += len(side.taken)
+        for side, mine in zip(parts, nodes, strict=True):
+            side += mine
+    alone = sum(map(len, parts)) == 1
 
-    def value(pieces: list[tuple[int, Block]], shape: tuple[int, ...], summed: bool) -> Assemble:
-        ours = any(which for which, _ in pieces)
-        return assembler(pieces, shape, own=not summed and (ours or not alone))
+    def value(pieces: Node, shape: tuple[int, ...], side: _Side) -> Assemble:
+        # What is only read on, or is nobody else's, need not be copied.
+        arrived = alone and all(which == last for which, _ in pieces)
+        summed = len(here) == 1 and side.reduce is not None and side.level > 0
+        return assembler(pieces, shape, own=not (side.nodes > 1 or arrived or summed))
 
-    make = [
-        [
-            [value(pieces, wanted.shape, side.nodes > 1) for pieces in nodes]
-            for wanted, nodes in zip(side.receivers(me), mine, strict=True)
-        ]
-        for side, mine in zip(sides, parts, strict=True)
-    ]
+    make = []
+    for side, receivers in zip(sides, parts, strict=True):
+        shapes = [wanted.shape for host in here for wanted in side.receivers(host)]
+        make.append(
+            [
+                [value(pieces, shape, side) for pieces in nodes]
+                for nodes, shape in zip(receivers, shapes, strict=True)
+            ]
+        )
 
-    def finish(buffer: Tensor, parcels: Sequence[Tensor]) -> list[list[Tensor]]:
-        tensors = [buffer, *parcels]
+    def finish(tensors: list[Tensor]) -> list[list[Tensor]]:
         results = []
         for side, receivers in zip(sides, make, strict=True):
             found = []
             for nodes in receivers:
                 values = [assemble(tensors) for assemble in nodes]
-                if len(values) > 1:
-                    assert side.reduce is not None
-                    found.append(side.reduce.tree(values))
+                if side.reduce is None:
+                    found += values
+                elif len(values) == 1:
+                    found.append(side.reduce.finish(values[0]))
                 else:
-                    found.append(side.reduce.finish(values[0]) if side.reduce is not None else values[0])
-            results.append(side.shared(found))
+                    found.append(side.reduce.tree(values))
+            results.append(side.to_lanes(found, apart))
         return results
 
     return finish
 
 
-def _all_reduce(steps: tuple[Step, ...], mesh: LaneMesh) -> Lanes:
-    """Every process sums its subtrees; then as between ranks: small ones are gathered, others cut in parts."""
-    sides = [_Side(step, mesh) for step in steps]
-    peers, me, reduce = sides[0].peers, mesh.hosts.rank, sides[0].reduce
+def _all_reduce(sides: Sequence[_Side], apart: bool) -> Lanes:
+    """Between processes: each sums its subtrees, then small ones are gathered and others cut in parts."""
+    side, mesh = sides[0], sides[0].mesh
+    peers, me, reduce = side.peers, mesh.hosts.rank, side.reduce
     assert reduce is not None
-    count, index, group = len(peers), peers.index(me), _group(sides[0])
-    shapes = [wanted.shape for side in sides for wanted in side.receivers(me)]
-    sizes = [math.prod(shape) for shape in shapes]
-    numel, nodes = sum(sizes), sides[0].nodes
-    owned = [sorted({parcel.node for parcel in sides[0].parcels(peer)}) for peer in peers]
+    count, index, group = len(peers), peers.index(me), mesh.late_group(side.step.axes)
+    shapes = [[wanted.shape for wanted in side.receivers(me)] for side in sides]
+    sizes = [math.prod(shape) for found in shapes for shape in found]
+    numel, nodes = sum(sizes), side.nodes
+    owned = [sorted({parcel.node for parcel in side.parcels(peer)}) for peer in peers]
     rows = len(owned[index])  # of each process as many: its nodes of the tree
-    place = [owned.index(mine) * rows + mine.index(node) for node in range(nodes) for mine in owned if node in mine]
-    in_order = place == list(range(nodes))
+    order = [node for mine in owned for node in mine]
+    place = [order.index(node) for node in range(nodes)]
     splits = [stop - start for start, stop in (chunk(numel, count, i) for i in range(count))]
     mine = splits[index]
 
@@ -299,17 +319,15 @@ def _all_reduce(steps: tuple[Step, ...], mesh: LaneMesh) -> Lanes:
         found: dict[int, list[Tensor]] = {node: [] for node in owned[index]}
         for side, pieces in zip(sides, locals, strict=True):
             for parcel, total in zip(side.parcels(me), side.sums(pieces), strict=True):
-                found[parcel.node].append(total.reshape(-1))
+                found[parcel.node].append(total.view(-1))
         made = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in found.values()]
         return made[0].view(1, -1) if rows == 1 else torch.stack(made)
 
     def tree(found: Tensor) -> Tensor:
         contributions = found.unbind()
-        return reduce.tree(contributions if in_order else [contributions[at] for at in place])
+        return reduce.tree([contributions[at] for at in place])
 
     def total(flat: Tensor) -> Tensor:
-        if nodes == 1:  # this process hosts the whole tree
-            return reduce.finish(flat.view(-1).clone())
         if flat.nbytes * count <= GATHER_BYTES:
             return tree(all_gather(flat.view(-1), count, group()).view(nodes, numel))
         send = flat.view(-1) if rows == 1 else torch.cat([part.reshape(-1) for part in flat.split(splits, 1)])
@@ -320,15 +338,12 @@ def _all_reduce(steps: tuple[Step, ...], mesh: LaneMesh) -> Lanes:
         return all_to_all(part.repeat(count), [mine] * count, splits, group())
 
     def apply(locals: Pieces) -> list[list[Tensor]]:
-        parts = iter(total(vectors(locals)).split(sizes))
-        one = len(sizes) == 1
-        results = []
-        for side in sides:
-            found = [next(parts) for _ in side.receivers(me)]
-            wanted = side.receivers(me)
-            shaped = [(p if one else p.clone()).view(r.shape) for p, r in zip(found, wanted, strict=True)]
-            results.append(side.shared(shaped))
-        return results
+        flat = total(vectors(locals))
+        parts = iter([flat] if len(sizes) == 1 else [part.clone() for part in flat.split(sizes)])
+        return [
+            side.to_lanes([next(parts).view(shape) for shape in found], apart)
+            for side, found in zip(sides, shapes, strict=True)
+        ]
 
     return apply
 

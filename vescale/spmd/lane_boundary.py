@@ -11,22 +11,17 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .boundary import Boundary, Static
 from .dtensor import DTensor, remember, wrap
-from .lanes import grouped, lanes_of, refined, sources, widths
+from .lanes import distinct, grouped, refined, widths
 from .layout import AbstractMesh, Layout
 from .locals import in_memory, local_slice
 from .mesh import Mesh
 from .placements import P
-from .regions import overlap, region
+from .regions import overlap, region, strides
 from .transport import assembler, picker
-
-Cut = Callable[[Tensor], list[Tensor]]
-Join = Callable[[Sequence[Tensor]], Tensor]
-
 
 class LaneBoundary(Boundary):
     """Values on the mesh of hosts outside, a piece for each lane inside."""
@@ -50,6 +45,15 @@ class LaneBoundary(Boundary):
         kept = [(axis, placement) for axis, placement in layout.spec.items() if axis not in wide]
         return Layout(layout.mesh, P.of(kept), layout.shape)
 
+    def places(self, layouts: Sequence[Layout | None]) -> list[range]:
+        """A value that varies over lanes has a place for each of a rank's, others one for all."""
+        found, at = [], 0
+        for layout in layouts:
+            count = 1 if layout is None else len(distinct(layout, self.mesh.abstract, 0))
+            found.append(range(at, at + count))
+            at += count
+        return found
+
     def enter(
         self,
         leaves: Sequence[Any],
@@ -57,27 +61,25 @@ class LaneBoundary(Boundary):
         hidden: Sequence[Tensor],
         mismatch: Callable[[int, DTensor, Layout], Exception],
     ) -> list[list[Tensor]]:
-        """`boundary.enter`, with `layouts` over lanes."""
-        inputs: dict[int, list[Tensor]] = {lane: [] for lane in self._here}
+        """`boundary.enter`, with `layouts` over lanes: the pieces of all lanes of each rank."""
         hosts = self.hosted
+        inputs: list[list[Tensor]] = [[] for _ in hosts.local_ranks]
         for index, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
             if layout is None:
                 continue
             if isinstance(leaf, DTensor):
                 if leaf.mesh is not hosts or leaf.layout is not self.outside(layout):
                     raise mismatch(index, leaf, layout)
-                for host, local in zip(hosts.local_ranks, leaf._locals, strict=True):
-                    lanes, pieces = cut(layout, leaf.layout, host)
-                    for lane, piece in zip(lanes, pieces(local), strict=True):
-                        inputs[lane].append(piece)
+                for values, host, local in zip(inputs, hosts.local_ranks, leaf._locals, strict=True):
+                    values += cut(layout, leaf.layout, host)(local)
             else:
-                for lane, values in inputs.items():
-                    values.append(local_slice(leaf.detach(), layout, lane).contiguous())
+                for values, host in zip(inputs, hosts.local_ranks, strict=True):
+                    for lane in distinct(layout, hosts.abstract, host):
+                        values.append(local_slice(leaf.detach(), layout, lane).contiguous())
         for tensor in hidden:
-            whole = in_memory(tensor.detach()).contiguous()
-            for values in inputs.values():
-                values.append(whole)
-        return list(inputs.values())
+            for values in inputs:
+                values.append(in_memory(tensor.detach()).contiguous())
+        return inputs
 
     def leave(
         self,
@@ -88,33 +90,28 @@ class LaneBoundary(Boundary):
         """`boundary.leave`, with `layouts` over lanes and `kinds` those outside."""
         hosts = self.hosted
         remember(hosts)
-        place = {lane: at for at, lane in enumerate(self._here)}
-        outputs: list[Any] = []
-        for index, (layout, kind) in enumerate(zip(layouts, kinds or repeat(None, len(layouts)))):
+        at, outputs = 0, list[Any]()
+        for layout, kind in zip(layouts, kinds or repeat(None, len(layouts))):
             if not isinstance(layout, Layout):
                 outputs.append(layout.value)
+                at += 1
                 continue
             outer = self.outside(layout)
             assert outer is not None, layout
-            pieces = []
-            for host in hosts.local_ranks:
-                lanes, together = join(layout, outer, host)
-                pieces.append(together([results[place[lane]][index] for lane in lanes]))
+            count, pieces = len(distinct(layout, hosts.abstract, 0)), []
+            for host, values in zip(hosts.local_ranks, results, strict=True):
+                pieces.append(join(layout, outer, host)(values[at : at + count]))
             outputs.append(wrap(pieces, hosts, outer, pieces[0].dtype, kind))
+            at += count
         return outputs
-
-    @property
-    def _here(self) -> tuple[int, ...]:
-        assert isinstance(self.lanes, Mesh)
-        return self.lanes.local_ranks
 
 
 @lru_cache(maxsize=65536)
-def cut(layout: Layout, outer: Layout, host: int) -> tuple[tuple[int, ...], Cut]:
-    """The lanes of a host, and the function from its piece of `outer` to theirs of `layout`: views if it can."""
-    lanes = lanes_of(host, layout.mesh, outer.mesh)
-    if len(sources(layout, outer, host)) == 1:  # all have the same
-        return lanes, lambda local: [local if local.is_contiguous() else local.contiguous()] * len(lanes)
+def cut(layout: Layout, outer: Layout, host: int) -> Callable[[Tensor], list[Tensor]]:
+    """The function from a host's piece of `outer` to those of its lanes that differ: views where it can."""
+    lanes = distinct(layout, outer.mesh, host)
+    if len(lanes) == 1:
+        return lambda local: [local if local.is_contiguous() else local.contiguous()]
     takes = [
         picker(overlap(region(outer, host), region(layout, lane)), layout.local_shape(lane)) for lane in lanes
     ]
@@ -123,15 +120,15 @@ def cut(layout: Layout, outer: Layout, host: int) -> tuple[tuple[int, ...], Cut]
         local = local if local.is_contiguous() else local.contiguous()
         return [take(local).contiguous() for take in takes]
 
-    return lanes, pieces
+    return pieces
 
 
 @lru_cache(maxsize=65536)
-def join(layout: Layout, outer: Layout, host: int) -> tuple[tuple[int, ...], Join]:
-    """The lanes that hold each element of a host's piece once, and the function that puts it together."""
-    lanes, shape = sources(layout, outer, host), outer.local_shape(host)
+def join(layout: Layout, outer: Layout, host: int) -> Callable[[Sequence[Tensor]], Tensor]:
+    """The function that puts the pieces of a host's lanes together to its piece of `outer`."""
+    lanes, shape = distinct(layout, outer.mesh, host), outer.local_shape(host)
     if len(lanes) == 1:
-        return lanes, lambda pieces: pieces[0] if pieces[0].shape == shape else pieces[0].view(shape)
+        return lambda pieces: pieces[0] if pieces[0].shape == shape else pieces[0].view(shape)
     blocks = [
         (at, block)
         for at, lane in enumerate(lanes)
@@ -144,15 +141,15 @@ def join(layout: Layout, outer: Layout, host: int) -> tuple[tuple[int, ...], Joi
         end += block.numel
 
     def together(pieces: Sequence[Tensor]) -> Tensor:
-        if in_order and (one := _in_one_memory(pieces, shape)) is not None:
+        if in_order and (one := end_to_end(pieces, shape)) is not None:
             return one
         return assemble([piece.contiguous() for piece in pieces])
 
-    return lanes, together
+    return together
 
 
-def _in_one_memory(pieces: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor | None:
-    """One view of pieces that lie end to end."""
+def end_to_end(pieces: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor | None:
+    """One view of pieces that lie in one memory, one after another; None where they don't."""
     held = [piece for piece in pieces if piece.numel()]
     if not held:
         return None
@@ -164,7 +161,7 @@ def _in_one_memory(pieces: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor |
         if not piece.is_contiguous():
             return None
         end += piece.nbytes
-    return first.as_strided(shape, torch.empty(shape, device="meta").stride())
+    return first.as_strided(shape, strides(shape))
 
 
 __all__ = ["LaneBoundary", "cut", "join"]

@@ -17,7 +17,7 @@ groups what the lanes of each rank hold: `refined` and `grouped`. Here everythin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -216,7 +216,7 @@ def _legal(mesh: AbstractMesh, shape: tuple[int, ...], placed: Mapping[str, Any]
 def _same(lanes: Layout, hosts: Layout) -> bool:
     """Whether each rank holds exactly what its lanes hold."""
     for host in range(hosts.mesh.size):
-        inside = sources(lanes, hosts, host)
+        inside = distinct(lanes, hosts.mesh, host)
         held = [common_size(region(lanes, lane), region(hosts, host)) for lane in inside]
         sizes = [common_size(region(lanes, lane), region(lanes, lane)) for lane in inside]
         if held != sizes or sum(sizes) != common_size(region(hosts, host), region(hosts, host)):
@@ -224,16 +224,28 @@ def _same(lanes: Layout, hosts: Layout) -> bool:
     return True
 
 
-def sources(lanes: Layout, hosts: Layout, host: int) -> tuple[int, ...]:
-    """The lanes of a host among which each element is once: the first along axes that split nothing."""
-    split = {axis for axis, placement in lanes.spec.items() if not isinstance(placement, Partial)}
-    wide = widths(lanes.mesh, hosts.mesh)
-    chosen = []
-    for lane in lanes_of(host, lanes.mesh, hosts.mesh):
-        coordinate = lanes.mesh.coordinate(lane)
-        if all(axis in split or coordinate[axis] % each == 0 for axis, each in wide.items()):
-            chosen.append(lane)
-    return tuple(chosen)
+def representative(lane: int, axes: Collection[str], lanes: AbstractMesh, wide: Mapping[str, int]) -> int:
+    """The first lane of the same host that differs from this one over none of `axes`; `wide` as of `widths`."""
+    coordinate, rank = lanes.coordinate(lane), 0
+    for axis, size in zip(lanes.axis_names, lanes.shape, strict=True):
+        index = coordinate[axis]
+        rank = rank * size + (index if axis in axes else index - index % wide.get(axis, 1))
+    return rank
+
+
+@lru_cache(maxsize=65536)
+def distinct(layout: Layout, hosts: AbstractMesh, host: int) -> tuple[int, ...]:
+    """The lanes of a host that hold different pieces: of those that hold the same, the first.
+
+    >>> lanes, hosts = AbstractMesh(("dp",), (8,)), AbstractMesh(("dp",), (2,))
+    >>> distinct(Layout(lanes, P(dp=Shard(0)), (8,)), hosts, 1)
+    (4, 5, 6, 7)
+    >>> distinct(Layout(lanes, P(), (8,)), hosts, 1)
+    (4,)
+    """
+    wide = widths(layout.mesh, hosts)
+    inside = lanes_of(host, layout.mesh, hosts)
+    return tuple(dict.fromkeys(representative(lane, layout.spec, layout.mesh, wide) for lane in inside))
 
 
 def not_in_lanes(path: str, layout: Layout, lanes: AbstractMesh, where: str) -> str:
@@ -251,4 +263,15 @@ def not_in_lanes(path: str, layout: Layout, lanes: AbstractMesh, where: str) -> 
     )
 
 
-__all__ = ["LaneMesh", "grouped", "host_of", "lane_axes", "lanes_of", "not_in_lanes", "refined", "sources"]
+__all__ = [
+    "LaneMesh",
+    "distinct",
+    "grouped",
+    "host_of",
+    "lane_axes",
+    "lanes_of",
+    "not_in_lanes",
+    "refined",
+    "representative",
+    "widths",
+]

@@ -18,8 +18,6 @@ from typing import Any
 
 from torch import Tensor
 
-from .hosted import begin_lanes
-from .lanes import LaneMesh
 from .mesh import Mesh, group_ranks
 from .redistribute import Collective, bind_many
 from .redistribute_plan import Step
@@ -53,9 +51,7 @@ def bind_start(
 
 def _begin(steps: tuple[Step, ...], mesh: Mesh, reduction: str | None) -> Callable[[Sources], Ticket]:
     ordered = (reduction or mesh.reduction) != "native"
-    if isinstance(mesh, LaneMesh) and not mesh.is_simulated and steps[0].kind != "all_reduce":
-        return _begin_lanes(steps, mesh)
-    if not mesh.is_simulated and mesh.local_ranks and not isinstance(mesh, LaneMesh):
+    if not mesh.is_simulated and mesh.local_ranks:
         members = group_ranks(mesh.abstract, steps[0].axes, mesh.rank)
         if steps[0].kind in ("all_gather", "all_to_all"):
             return _begin_exchange(steps, mesh, members)
@@ -67,16 +63,6 @@ def _begin(steps: tuple[Step, ...], mesh: Mesh, reduction: str | None) -> Callab
     def begin(sources: Sources) -> Ticket:
         results = list(zip(*run(list(zip(*sources, strict=True))), strict=True))
         return lambda: results
-
-    return begin
-
-
-def _begin_lanes(steps: tuple[Step, ...], mesh: LaneMesh) -> Callable[[Sources], Ticket]:
-    start = begin_lanes(steps, mesh)
-
-    def begin(sources: Sources) -> Ticket:
-        end = start(list(zip(*sources, strict=True)))
-        return lambda: list(zip(*end(), strict=True))
 
     return begin
 

@@ -213,7 +213,7 @@ class Decision:
     aliases: tuple[int, ...]  # results that may be memory of a plain tensor of the caller's
     modules: tuple[torch.nn.Module, ...]  # that fn called
     out_kinds: tuple[Any, ...]
-    places: Mapping[int, int]  # of the leaves that are tensors, among the inputs
+    places: Mapping[int, range]  # of the leaves that are tensors, among the inputs of a rank
     sources: tuple[Source, ...] = ()  # the generators that it draws from
     generators: tuple[torch.Generator, ...] = ()  # those of them that fn closes over
 
@@ -354,9 +354,11 @@ class Parallelized:
             leaf = leaves[index]
             if isinstance(leaf, DTensor):
                 leaf.donate(decision.paths[index], call)
-            elif (place := decision.places[index]) in entry.program.overwritten:  # it stays the caller's
-                for values in inputs:
-                    values[place] = values[place].clone()
+                continue
+            for place in decision.places[index]:
+                if place in entry.program.overwritten:  # it stays the caller's
+                    for values in inputs:
+                        values[place] = values[place].clone()
         if entry.program.overwritten:
             entry.set_apart(inputs)
 
@@ -455,6 +457,9 @@ class Parallelized:
             Static(output) if number is None else partitioned.values[number].layout
             for output, number in zip(graph.outputs, partitioned.outputs, strict=True)
         )
+        leaving = self._boundary.places(
+            [layout if isinstance(layout, Layout) else None for layout in out_layouts]
+        )
         plain = {
             number
             for number, leaf in zip(partitioned.inputs, [signature.leaves[index] for index in tensors])
@@ -468,13 +473,13 @@ class Parallelized:
             out_layouts,
             donated,
             tuple(paths),
-            aliases(partitioned, plain),
+            tuple(place for index in aliases(partitioned, plain) for place in leaving[index]),
             tuple(tracing.roots),
             tuple(
                 None if value is None else kind_of(self._outside(value.layout), value.meta.dtype)
                 for value in [None if n is None else partitioned.values[n] for n in partitioned.outputs]
             ),
-            {index: place for place, index in enumerate(tensors)},
+            dict(zip(tensors, self._boundary.places(known), strict=True)),
             drawn_from(partitioned),
             tuple(tracing.closed),
         )

@@ -225,10 +225,10 @@ def bind(step: Step, mesh: Mesh, *, reduction: str | None = None) -> Collective:
     assert step.src.mesh == mesh.abstract, (step, mesh)
     if not mesh.local_ranks:
         return lambda locals: []
+    if isinstance(mesh, LaneMesh):
+        lanes = bind_lanes((step,), mesh)
+        return lambda locals: lanes([locals])[0]
     if not mesh.is_simulated:
-        if isinstance(mesh, LaneMesh):
-            lanes = bind_lanes((step,), mesh)
-            return lambda locals: lanes([locals])[0]
         return _bind_processes((step,), mesh, reduction)  # one rank, so one tensor a step
     if step.kind in ("all_gather", "all_to_all"):
         return _simulated_exchange(step)
@@ -243,11 +243,11 @@ def bind_many(steps: tuple[Step, ...], mesh: Mesh, *, reduction: str | None = No
     backend's, which may depend on how much it reduces at once.
     """
     assert len({(step.kind, step.axes, step.reductions) for step in steps}) == 1, steps
+    if isinstance(mesh, LaneMesh) and mesh.local_ranks:
+        return bind_lanes(steps, mesh)
     if mesh.is_simulated or not mesh.local_ranks:
         each = [bind(step, mesh, reduction=reduction) for step in steps]
         return lambda locals: [one(pieces) for one, pieces in zip(each, locals, strict=True)]
-    if isinstance(mesh, LaneMesh):
-        return bind_lanes(steps, mesh)
     together = _bind_processes(steps, mesh, reduction)
     return lambda locals: [[tensor] for tensor in together([tensor for (tensor,) in locals])]
 

@@ -17,6 +17,7 @@ import torch
 from ..._compat import below_autograd
 from ..._errors import ConsistencyError
 from ..agree import stuck
+from ..lanes import LaneMesh
 from ..layout import AbstractMesh
 from ..mapped_call import mapped_call
 from ..mesh import Mesh
@@ -27,6 +28,7 @@ from .cause import REFUSED
 from .codegen import generate
 from .draw import BoundDraw, bind_draw
 from .emit import Call, Instruction, Listing, emit
+from .hosting import Hosting, bind_exchanges, host_listing
 from .ir import Graph, Ref, TensorMeta, map_args
 from .mapped import (
     MappedTrace,
@@ -390,6 +392,11 @@ def compile_partitioned(
     With `optimise` the passes run over them; a program of one op gains nothing from that. `reduction` is
     "ordered" or "native", by default the mesh's.
     """
+    if isinstance(mesh, LaneMesh):
+        hostings = [Hosting(partitioned, mesh, host) for host in mesh.hosts.local_ranks]
+        found = [passes.apply(passes.LISTING, host_listing(hosting)) for hosting in hostings]
+        bound = bind_exchanges(partitioned, mesh, hostings)
+        return Program(mesh, found, bound, sequence(partitioned, draws=True))
     exchanges: list[Collective] = []
     waits: dict[int, Collective] = {}
     for step in partitioned.steps:
