@@ -21,7 +21,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -29,11 +28,6 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import vescale as vs  # noqa: E402
-from vescale.optim.at_owners import ownerships  # noqa: E402
-from vescale.optim.orthogonalize import flops  # noqa: E402
-from vescale.spmd.layout import AbstractMesh  # noqa: E402
-from vescale.spmd.matrices import Matrices  # noqa: E402
 
 SHAPES = ROOT / "tests" / "data" / "param_shapes.json"
 MODELS = ["llama3-70b", "qwen3-235b-a22b", "deepseek-v3-671b", "deepseek-v3-671b(fused)"]

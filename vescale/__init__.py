@@ -149,12 +149,3 @@ __all__ = [
     "visualize",
     "vmap",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """`vs.testing`, loaded when it is asked for."""
-    if name == "testing":
-        import importlib
-
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """AdamW whose moments are 8-bit codes with one scale a block."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,15 +10,19 @@ from .. import _tree
 from .._errors import ArgumentError, explain
 from ..rng import Key, fold_in, split, uniform
 from . import quantize_rules as _rules  # noqa: F401  (says how programs run the ops)
-from .adamw import _as_tensor, _check
-from .optimizer import Optimizer, Scalar, Updates, cast_scalar, scalar_dtype
+from .adam import corrections
+from .gradients import gradients
+from .optimizer import Optimizer, Updates, cast_scalar, scalar_dtype, state_scalar
 from .quantize import dequantize, quantize, quantized_zeros
 from .quantize_layout import Block
 from .quantize_map import SIGNED, UNSIGNED
+from .rates import Rate, check_numbers, check_rate, rate_at
+
+_WHERE = "vs.optim.adamw_8bit"
 
 
 def adamw_8bit(
-    lr: Scalar | Callable[[torch.Tensor], Scalar],
+    lr: Rate,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
@@ -63,7 +67,8 @@ def adamw_8bit(
     tensor(-0.1000)
     """
     beta1, beta2 = betas
-    _check(lr, beta1, beta2, eps, weight_decay)
+    check_rate(_WHERE, "lr", lr)
+    check_numbers(_WHERE, {"eps": eps, "weight_decay": weight_decay}, {"betas[0]": beta1, "betas[1]": beta2})
     _check_own(block, min_elements, stochastic_rounding)
 
     def quantized(p: torch.Tensor) -> bool:
@@ -72,7 +77,7 @@ def adamw_8bit(
     def init(params: Any) -> dict[str, Any]:
         paths, leaves, spec = _tree.flatten_with_path(params)
         device = leaves[0].device if leaves else None
-        state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float64, device=device)}
+        state: dict[str, Any] = {"step": state_scalar(params)}
         for moment, kind in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED)):
             values, scales = [], {}
             for path, p in zip(paths, leaves, strict=True):
@@ -88,16 +93,13 @@ def adamw_8bit(
 
     def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Updates, dict[str, Any]]:
         paths, leaves, spec = _tree.flatten_with_path(params)
-        gs = _tree.leaves_like(spec, grads, where="grads")
+        gs = gradients(grads, spec, _WHERE)
         ms = _tree.leaves_like(spec, state["exp_avg"], where="state['exp_avg']")
         vs = _tree.leaves_like(spec, state["exp_avg_sq"], where="state['exp_avg_sq']")
 
-        rate = lr(state["step"]) if callable(lr) else lr
-        if isinstance(rate, torch.Tensor):
-            rate = rate.to(torch.float64)
+        rate = rate_at(lr, state["step"])
         step = state["step"] + 1
-        step_size = _as_tensor(-rate, step) / (1 - beta1**step)
-        root = torch.pow(1 - beta2**step, _as_tensor(0.5, step))
+        step_size, root = corrections(rate, step, beta1, beta2)
         cast = functools.cache(cast_scalar)
 
         m_scales, v_scales = {}, {}

@@ -15,6 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .hosted import bind_lanes
+from .lanes import LaneMesh
 from .layout import Layout, replicated
 from .locals import local_slice
 from .mesh import Mesh, group_ranks
@@ -243,6 +245,9 @@ def bind(step: Step, mesh: Mesh, *, reduction: str | None = None) -> Collective:
     assert step.src.mesh == mesh.abstract, (step, mesh)
     if not mesh.local_ranks:
         return lambda locals: []
+    if isinstance(mesh, LaneMesh):
+        lanes = bind_lanes((step,), mesh)
+        return lambda locals: lanes([locals])[0]
     if not mesh.is_simulated:
         return _bind_processes((step,), mesh, reduction)  # one rank, so one tensor a step
     if step.kind in ("all_gather", "all_to_all"):
@@ -258,6 +263,8 @@ def bind_many(steps: tuple[Step, ...], mesh: Mesh, *, reduction: str | None = No
     backend's, which may depend on how much it reduces at once.
     """
     assert len({(step.kind, step.axes, step.reductions) for step in steps}) == 1, steps
+    if isinstance(mesh, LaneMesh) and mesh.local_ranks:
+        return bind_lanes(steps, mesh)
     if mesh.is_simulated or not mesh.local_ranks:
         each = [bind(step, mesh, reduction=reduction) for step in steps]
         return lambda locals: [one(pieces) for one, pieces in zip(each, locals, strict=True)]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..._compat import below_autograd
+from ..lanes import LaneMesh
 from ..layout import AbstractMesh
 from ..mapped_call import mapped_call
 from ..mesh import Mesh
@@ -26,6 +27,7 @@ from .cause import REFUSED
 from .codegen import generate
 from .draw import bind_draw
 from .emit import Call, Instruction, Listing, emit
+from .hosting import Hosting, bind_exchanges, host_listing
 from .ir import Graph, Ref, TensorMeta, map_args
 from .mapped import (
     MappedTrace,
@@ -381,7 +383,7 @@ def source_of(partitioned: Partitioned, rank: int) -> str:
     return generate(made.instructions, made.inputs, made.outputs, made.looks).source
 
 
-def bind_steps(partitioned: Partitioned, mesh: Mesh) -> list[list[Collective]]:
+def bind_steps(partitioned: Partitioned, mesh: Mesh, reduction: str | None = None) -> list[list[Collective]]:
     """What the hosted ranks do together at each step, in order: most steps have none."""
     bound: list[list[Collective]] = []
     waits: dict[int, Collective] = {}
@@ -389,12 +391,13 @@ def bind_steps(partitioned: Partitioned, mesh: Mesh) -> list[list[Collective]]:
         if isinstance(step, Map):
             bound.append(bind_all(mapped_call(step.handle).traced, mesh, lambda variant: variant.graph))
         elif isinstance(step, Start):
-            start, waits[step.ticket] = bind_start(tuple(move.step for move in step.moves), mesh)
+            moves = tuple(move.step for move in step.moves)
+            start, waits[step.ticket] = bind_start(moves, mesh, reduction=reduction)
             bound.append([start])
         elif isinstance(step, Wait):
             bound.append([waits[step.start.ticket]])
         elif isinstance(step, Move) and step.step.is_collective:
-            bound.append([bind(step.step, mesh)])
+            bound.append([bind(step.step, mesh, reduction=reduction)])
         elif isinstance(step, Draw):
             bound.append([bind_draw(step, partitioned, mesh)])
         else:
@@ -402,12 +405,20 @@ def bind_steps(partitioned: Partitioned, mesh: Mesh) -> list[list[Collective]]:
     return bound
 
 
-def compile_partitioned(partitioned: Partitioned, mesh: Mesh, *, optimise: bool = False) -> Program:
+def compile_partitioned(
+    partitioned: Partitioned, mesh: Mesh, *, optimise: bool = False, reduction: str | None = None
+) -> Program:
     """The program of decisions, for the ranks that `mesh` hosts here.
 
-    With `optimise` the passes run over them; a program of one op gains nothing from that.
+    With `optimise` the passes run over them; a program of one op gains nothing from that. `reduction` is
+    "ordered" or "native", by default the mesh's.
     """
-    exchanges = [bound for step in bind_steps(partitioned, mesh) for bound in step]
+    if isinstance(mesh, LaneMesh):
+        hostings = [Hosting(partitioned, mesh, host) for host in mesh.hosts.local_ranks]
+        found = [passes.apply(passes.LISTING, host_listing(hosting)) for hosting in hostings]
+        bound = bind_exchanges(partitioned, mesh, hostings)
+        return Program(mesh, found, bound, sequence(partitioned, draws=True))
+    exchanges = [bound for step in bind_steps(partitioned, mesh, reduction) for bound in step]
     made = final_listing if optimise else listing
     listings = [made(partitioned, rank) for rank in mesh.local_ranks]
     return Program(mesh, listings, exchanges, sequence(partitioned, draws=True))
