@@ -23,7 +23,7 @@ import vescale as vs
 from vescale import _tree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from examples.train_gpt import GPT, read_rows, read_text, row_starts
+from examples.gpt import GPT, read_rows, read_text, row_starts
 
 ROWS, WINDOW = 8, 25
 PEER, OURS, RANDOM = "adamw", "8-bit", "8-bit, random"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vescale as vs
-from examples.train_gpt import read_rows, read_text, row_starts
+from examples.gpt import read_rows, read_text, row_starts
 from tests import adamw_8bit_cases as cases, gpt
 from tests.adamw_8bit_cases import CASES, LR, STEPS, check, expected, layouts, make_grads, make_params
 from vescale import _tree

@@ -64,8 +64,8 @@ def muon(
     >>> state = opt.init(params)
     >>> updates, state = opt.update({"w": 5 * torch.eye(2)}, state, params)
     >>> apply_updates(params, updates)["w"]  # about lr less, whatever the size of the gradient
-    tensor([[0.9297, 0.0000],
-            [0.0000, 0.9297]])
+    tensor([[0.8875, 0.0000],
+            [0.0000, 0.8875]])
     """
     _check(lr, momentum, weight_decay, ns_steps, ns_coefficients, ns_dtype, eps, adjust_lr)
     texts = dict(matrix_dims or {})
