@@ -1,6 +1,7 @@
 """Heartbeats in a store of this process: what is heard of whom; forks and exits are left alone."""
 
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from vescale._errors import ArgumentError, PeerError
+from vescale.spmd import heartbeat, world
 from vescale.spmd.heartbeat import Heartbeat
 from vescale.spmd.watch import Here
 
@@ -147,3 +150,21 @@ def test_forks_and_exits(tmp_path):
     said = dist.FileStore(path, -1).get("vescale/heart/0").decode()
     assert '"left"' in said
     assert "its process ended with ValueError: on purpose" in said
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan", ""])
+def test_times_that_are_none(store, text, monkeypatch):
+    monkeypatch.setenv("VESCALE_TIMEOUT", text)
+    with pytest.raises(ArgumentError, match="positive number of seconds"):
+        world.timeout()
+    monkeypatch.setenv("VESCALE_HEARTBEAT", text)
+    with pytest.raises(ArgumentError, match="positive number of seconds"):
+        heartbeat.start(store, "the world", 0, (0, 1), str)
+    assert heartbeat.current() is None
+
+
+def test_an_error_keeps_its_ranks_in_a_pickle():
+    error = PeerError("found: rank 2 left")
+    error.ranks = (2,)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.ranks) == (str(error), (2,))
