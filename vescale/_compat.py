@@ -9,6 +9,7 @@ new torch release is one file's work. Each name here says
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ def default_store() -> Any:
 def group_timeout(group: Any) -> Any:
     """2.11 - 2.13. The timeout of a process group, a timedelta; only init_process_group is told it."""
     device = "cuda" if "nccl" in torch.distributed.get_backend(group) else "cpu"
-    return group._get_backend(torch.device(device)).options._timeout
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    return getattr(options, "_timeout", timedelta(seconds=300))
 
 
 def make_wrapper(

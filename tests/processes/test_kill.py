@@ -10,6 +10,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -162,6 +164,7 @@ def check(how, kind, seed, ready):
         assert f"rank {victim} died or stalled" in said["text"], (rank, victim, said)
         assert said["ranks"] == (victim,), (rank, victim, said)
         assert said["ended"] - struck < 30
+        assert said["took"] < 20
     assert max(said["steps"] for said in answers.values()) - min(s["steps"] for s in answers.values()) <= 1
     mesh = vs.make_mesh(AXES[4], backend="simulated")
     step, (params, x) = step_of(kind, mesh), start(mesh)
@@ -234,3 +237,56 @@ def test_the_host_of_the_store_dies(tmp_path):
     assert "its host, rank 0 or torchrun's agent, is gone" in said["text"]
     assert said["ranks"] == (0,)
     assert said["took"] < 20
+
+
+STALLS = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import vescale as vs
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+mesh = vs.make_mesh({"dp": 2})
+step = vs.parallelize(lambda x: (x * x).sum(), vs.Plan(mesh, inputs={"x": vs.P(dp=vs.Shard(0))}))
+for call in range(10):
+    if call == 3:
+        os.environ["VESCALE_TIMEOUT"] = "2"
+        print(time.time(), flush=True)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    step(torch.ones(6))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_ends_though_its_backend_would_wait_longer():
+    """The world has a timeout of its own, of which gloo reminds whoever takes it down."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "VESCALE_HEARTBEAT": "0.25",
+    }
+    shared |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", STALLS],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **shared, "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        out, error = ranks[0].communicate(timeout=170)
+        ended = time.time()
+    finally:
+        ranks[1].kill()
+        ranks[1].communicate()
+    assert ranks[0].returncode == 1, error
+    assert "rank 1 died or stalled" in error
+    assert ended - float(out) < 30

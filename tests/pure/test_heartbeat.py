@@ -1,6 +1,7 @@
 """Heartbeats in a store of this process: what is heard of whom; forks and exits are left alone."""
 
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from vescale._errors import ArgumentError, PeerError
+from vescale.spmd import heartbeat, world
 from vescale.spmd.heartbeat import Heartbeat
 from vescale.spmd.watch import Here
 
@@ -31,7 +34,7 @@ def soon(condition: Callable[[], object]) -> None:
 
 def test_ranks_hear_each_other_and_who_leaves(store):
     places = ["in call 1 of f", "in call 2 of g"]
-    one, other = (Heartbeat(store, rank, 2, lambda rank=rank: places[rank], PERIOD) for rank in (0, 1))
+    one, other = (Heartbeat(store, rank, (0, 1), lambda rank=rank: places[rank], PERIOD) for rank in (0, 1))
     one.listen(True)
     soon(one.heard)
     (heard,) = one.heard()
@@ -41,12 +44,17 @@ def test_ranks_hear_each_other_and_who_leaves(store):
     assert not one.gone()
     other.end("it closed its mesh")
     soon(one.gone)
-    assert (one.gone()[0].state, one.gone()[0].why) == ("left", "it closed its mesh")
-    one.end("the test is over")
+    assert (one.heard()[0].state, one.heard()[0].why) == ("left", "it closed its mesh")
+    one.listen(False)
+    one.wait_for_others(True)
+    again = Heartbeat(store, 1, (0, 1), str, PERIOD)  # a new mesh in the same world
+    soon(lambda: not one.gone())
+    for heart in (one, again):
+        heart.end("the test is over")
 
 
 def test_a_heart_that_stops_is_quiet(store):
-    one, other = (Heartbeat(store, rank, 2, str, PERIOD) for rank in (0, 1))
+    one, other = (Heartbeat(store, rank, (0, 1), str, PERIOD) for rank in (0, 1))
     one.listen(True)
     soon(one.heard)
     other._ended.set()  # as if it had been killed: it beats once more, and doesn't say that it leaves
@@ -57,15 +65,15 @@ def test_a_heart_that_stops_is_quiet(store):
 
 
 def test_who_waits_hears_of_alarms_only(store):
-    one, other = (Heartbeat(store, rank, 2, lambda: "in call 3 of f", PERIOD) for rank in (0, 1))
+    one, other = (Heartbeat(store, rank, (0, 1), lambda: "in call 3 of f", PERIOD) for rank in (0, 1))
     one.wait_for_others(True)
     time.sleep(5 * PERIOD)
     assert one.heard() == []
     other.fail("Connection closed by peer")
     soon(one.gone)
-    assert (one.gone()[0].state, one.gone()[0].why) == ("failed", "Connection closed by peer")
+    assert (one.heard()[0].state, one.heard()[0].why) == ("failed", "Connection closed by peer")
     other.end("it closed its mesh")  # that it failed says more
-    assert one.gone()[0].state == "failed"
+    assert one.heard()[0].state == "failed"
     one.end("the test is over")
 
 
@@ -83,7 +91,7 @@ class Broken:
 
 
 def test_a_store_that_is_gone():
-    heart = Heartbeat(Broken(), 0, 2, str, PERIOD)
+    heart = Heartbeat(Broken(), 0, (0, 1), str, PERIOD)
     soon(lambda: heart.store_fault)
     assert heart.store_fault == "Connection reset by peer"
     heart.end("the test is over")
@@ -108,7 +116,7 @@ SCRIPT = """
 
     store = dist.FileStore(sys.argv[1], -1)
     os.environ["VESCALE_HEARTBEAT"] = "0.01"
-    heartbeat.start(store, "the world", 0, 1, lambda: "here")
+    heartbeat.start(store, "the world", 0, (0,), lambda: "here")
     while not store.check(["vescale/heart/0"]):
         time.sleep(0.01)
     if (child := os.fork()) == 0:
@@ -142,3 +150,21 @@ def test_forks_and_exits(tmp_path):
     said = dist.FileStore(path, -1).get("vescale/heart/0").decode()
     assert '"left"' in said
     assert "its process ended with ValueError: on purpose" in said
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan", ""])
+def test_times_that_are_none(store, text, monkeypatch):
+    monkeypatch.setenv("VESCALE_TIMEOUT", text)
+    with pytest.raises(ArgumentError, match="positive number of seconds"):
+        world.timeout()
+    monkeypatch.setenv("VESCALE_HEARTBEAT", text)
+    with pytest.raises(ArgumentError, match="positive number of seconds"):
+        heartbeat.start(store, "the world", 0, (0, 1), str)
+    assert heartbeat.current() is None
+
+
+def test_an_error_keeps_its_ranks_in_a_pickle():
+    error = PeerError("found: rank 2 left")
+    error.ranks = (2,)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.ranks) == (str(error), (2,))

@@ -16,12 +16,11 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
-
-import vescale
 
 from .. import rng
 from ..spmd import heartbeat, world
@@ -63,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         findings += _self_test(without_processes=under_torchrun)
     marks = {True: "ok", False: "FAILED", None: ""}
     rows = [(f.section, f.name, f.value, marks[f.ok]) for f in findings]
-    show(f"vescale {vescale.__version__}", ("", "", "", ""), rows)
+    show(f"vescale {import_module('vescale').__version__}", ("", "", "", ""), rows)
     return int(any(finding.ok is False for finding in findings))
 
 

@@ -36,7 +36,7 @@ def exchange(mesh: Mesh, what: str, record: Any) -> list[Any]:
     watch.begin()
     key, call = _next(mesh)
     try:
-        answers = watch.ask(lambda: _gather(mesh, json.dumps([what, record]), key, call))
+        answers = watch.ask(lambda: _gather(mesh, json.dumps([what, record]), key, call), mesh.world_ranks)
     except _Missing as error:
         raise _no_word(mesh, what, error) from error.__cause__
     answers = [json.loads(answer) for answer in answers]
@@ -74,7 +74,8 @@ def give_up(mesh: Mesh, error: BaseException) -> None:
         key, call = _next(mesh)
         record = json.dumps([None, f"{type(error).__name__}: {error}"])
         with suppress(Exception):  # an error is under way already
-            watch.ask(lambda: mesh.store.set(key(call, mesh.rank), record))
+            watch.begin()
+            watch.ask(lambda: mesh.store.set(key(call, mesh.rank), record), ())
 
 
 class _Missing(Exception):

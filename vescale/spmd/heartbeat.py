@@ -17,11 +17,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
+
+from .._errors import ArgumentError, explain
 
 # So many periods without a beat, while we listen, are a heartbeat that has stopped.
 SILENCE = 4
@@ -48,12 +50,15 @@ class Heard:
 
 
 class Heartbeat:
-    """The heartbeat of this process, rank `rank` of `size`, in `store`; `where` tells what it is doing."""
+    """The heartbeat of this process, rank `rank` of the world, in `store`; `where` tells what it is doing.
+
+    `members` are the ranks that it hears: those of its meshes.
+    """
 
     def __init__(
-        self, store: Any, rank: int, size: int, where: Callable[[], str], period: float = 1.0
+        self, store: Any, rank: int, members: Iterable[int], where: Callable[[], str], period: float = 1.0
     ) -> None:
-        self.rank, self.size, self.period = rank, size, period
+        self.rank, self.members, self.period = rank, frozenset(members), period
         self._where = where
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_ANSWER))
@@ -99,9 +104,9 @@ class Heartbeat:
             for rank, (said, since) in sorted(self._heard.copy().items())
         ]
 
-    def gone(self) -> list[Heard]:
-        """Those of `heard` that won't come to a collective any more: they have left, or failed in one."""
-        return [other for other in self.heard() if other.state != "alive"]
+    def gone(self) -> set[int]:
+        """The ranks that won't come to a collective any more: they have left, or failed in one."""
+        return {rank for rank, (said, _) in self._heard.copy().items() if said["state"] != "alive"}
 
     @property
     def store_fault(self) -> str:
@@ -125,7 +130,10 @@ class Heartbeat:
                 if raised > told:
                     told = raised
                     self._store.add("vescale/heart/alarms", 1)
-                if not ending and (self._listening or (self._waiting and self._alarmed())):
+                # Who was gone may be back: with new meshes in the same world.
+                if not ending and (
+                    self._listening or (self._waiting and (self._alarmed() or bool(self.gone())))
+                ):
                     self._hear()
                 self._answered, self._fault = time.monotonic(), ""
             except Exception as error:  # whatever ails the store is for those who ask to word
@@ -153,8 +161,8 @@ class Heartbeat:
         return alarms != before
 
     def _hear(self) -> None:
-        for rank in range(self.size):
-            if rank == self.rank or not self._store.check([_key(rank)]):
+        for rank in sorted(self.members - {self.rank}):
+            if not self._store.check([_key(rank)]):
                 continue
             said = json.loads(self._store.get(_key(rank)))
             if self._heard.get(rank, ({}, 0.0))[0] != said:
@@ -172,15 +180,35 @@ _world: Any = None
 _forgotten: list[Any] = []
 
 
-def start(store: Any, world: Any, rank: int, size: int, where: Callable[[], str]) -> None:
-    """Start to beat in the world's store, if this process doesn't yet."""
+def start(store: Any, world: Any, rank: int, members: Iterable[int], where: Callable[[], str]) -> None:
+    """Start to beat in the world's store, and to hear these ranks, and those of calls before."""
     global _heart, _world
     if _heart is not None and _world is world:
+        _heart.members = _heart.members.union(members)
         return
     end("its process group was replaced")
-    period = float(os.environ.get("VESCALE_HEARTBEAT", "1"))
+    members = frozenset(members)
     # A store serves some thousands of keys a second: a thousand beats leave it time for the rest.
-    _heart, _world = Heartbeat(store, rank, size, where, max(period, size / 1000)), world
+    period = max(_asked_period(), len(members) / 1000)
+    _heart, _world = Heartbeat(store, rank, members, where, period), world
+
+
+def _asked_period() -> float:
+    text = os.environ.get("VESCALE_HEARTBEAT", "1")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ArgumentError(
+            explain(
+                f"VESCALE_HEARTBEAT={text!r}",
+                where="make_mesh",
+                rule="the period of heartbeats is a positive number of seconds",
+                remedy="for example VESCALE_HEARTBEAT=1",
+            )
+        )
+    return seconds
 
 
 def current() -> Heartbeat | None:

@@ -126,7 +126,8 @@ class Mesh:
             if parent is None:
                 _open.add(self)
                 self._make_groups()
-                watch.start()
+                if self.local_ranks:
+                    watch.start(self.world_ranks)
 
     @property
     def axis_names(self) -> tuple[str, ...]:

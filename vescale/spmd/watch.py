@@ -8,6 +8,7 @@ who left and why, where each rank is, and where we are.
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 import time
@@ -78,11 +79,11 @@ def begin() -> None:
         )
 
 
-def start() -> None:
-    """Let this process's heart beat in the store of the world; nothing if it does, or is alone."""
-    if dist.get_world_size() > 1:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        heartbeat.start(_compat.default_store(), dist.group.WORLD, rank, size, here.__str__)
+def start(members: Sequence[int]) -> None:
+    """Let this process's heart beat in the store of the world, for the processes of a mesh."""
+    if len(members) > 1:
+        world_group, me = dist.group.WORLD, dist.get_rank()
+        heartbeat.start(_compat.default_store(), world_group, me, members, here.__str__)
 
 
 def stop(why: str | None = None) -> None:
@@ -92,7 +93,7 @@ def stop(why: str | None = None) -> None:
     heartbeat.end(why)
 
 
-def finish(work: Any) -> None:
+def finish(work: Any, group: dist.ProcessGroup) -> None:
     """Wait for a collective that was begun. Raises PeerError when it fails, or isn't over in time."""
     if work is None:
         return
@@ -107,11 +108,20 @@ def finish(work: Any) -> None:
         except RuntimeError:
             if work.is_completed():
                 raise
-        _wait(lambda: _over(work), heart)
+        _wait(lambda: _over(work), heart, dist.get_process_group_ranks(group))
+    except PeerError:
+        _leave_running(group)
+        raise
     except RuntimeError as error:
-        if isinstance(error, PeerError):
-            raise
         raise failure(error) from error
+
+
+def _leave_running(group: dist.ProcessGroup) -> None:
+    """Never take down a group whose collective is still under way.
+
+    Gloo would wait for it, for as long as its own timeout, when the process ends.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _over(work: Any) -> bool:
@@ -124,8 +134,8 @@ def _over(work: Any) -> bool:
         return False
 
 
-def ask(question: Callable[[], T]) -> T:
-    """The answer of a function that talks to the store, and may wait there for other ranks.
+def ask(question: Callable[[], T], members: Sequence[int]) -> T:
+    """The answer of a function that talks to the store, and may wait there for ranks among `members`.
 
     It runs in a thread: a store that hangs does not hang us. Raises what it raises, PeerError when it takes
     longer than the timeout.
@@ -146,23 +156,24 @@ def ask(question: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="vescale store", daemon=True).start()
     if not done.wait(_SLICE):
-        _wait(lambda: done.wait(_SLICE), heart)
+        _wait(lambda: done.wait(_SLICE), heart, members)
     if error:
         raise error[0]
     return answer[0]
 
 
-def _wait(over: Callable[[], bool], heart: heartbeat.Heartbeat) -> None:
-    """Until `over`, which takes a slice to tell, or somebody won't come, or the timeout is over."""
+def _wait(over: Callable[[], bool], heart: heartbeat.Heartbeat, members: Sequence[int]) -> None:
+    """Until `over`, which takes a slice to tell, or a member won't come, or the timeout is over."""
+    grace = max(GRACE, 3 * heart.period)
     began, limit = time.monotonic() - _SLICE, world.timeout()
     hopeless: float | None = None
     heart.wait_for_others(True)
     try:
         while not over():
             now = time.monotonic()
-            if heart.gone() or heart.store_fault:
+            if heart.gone().intersection(members) or heart.store_fault:
                 hopeless = now if hopeless is None else hopeless
-                if now - hopeless > GRACE:
+                if now - hopeless > grace:
                     raise failure("others won't come")
             else:
                 hopeless = None
@@ -208,7 +219,7 @@ def others() -> tuple[str, tuple[int, ...]]:
     heard, fault = heart.heard(), heart.store_fault
     left = [one for one in heard if one.state == "left"]
     silent = [one for one in heard if one.state == "alive" and one.quiet >= limit]
-    unheard = sorted({*range(heart.size)} - {heart.rank} - {one.rank for one in heard})
+    unheard = sorted(heart.members - {heart.rank} - {one.rank for one in heard})
     found: list[str] = []
     if fault:  # then nobody could be heard
         found.append(f"the store does not answer ({fault}): its host, rank 0 or torchrun's agent, is gone")
