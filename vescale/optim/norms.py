@@ -42,7 +42,7 @@ def global_norm(tree: Any, norm_type: float = 2.0) -> torch.Tensor:
             explain(f"norm_type={norm_type!r}", where="vs.optim.global_norm", rule="2 or inf")
         )
     if math.isinf(norm_type):
-        return _together(tree, lambda x, dtype: x.abs().amax(), "max")
+        return _together(tree, lambda x, dtype: x.to(dtype).abs().amax(), "max")
     return _together(tree, _squares, "sum").sqrt()
 
 
