@@ -21,6 +21,7 @@ PAGES = [
     "docs/fsdp.md",
     "docs/introspection.md",
     "docs/modules.md",
+    "docs/optimizers.md",
     "docs/plans.md",
     "docs/programs.md",
     "docs/rng.md",

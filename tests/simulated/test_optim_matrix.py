@@ -131,6 +131,23 @@ def test_a_step_is_the_same_on_every_mesh(name, axes):
 
 
 @each
+@pytest.mark.parametrize("inside", [True, False], ids=["op by op", "outside"])
+def test_a_step_on_real_values(name, inside):
+    """The bits and layouts of a program, with `static=False` and on DTensors without any."""
+    case = OPTIMIZERS[name]
+    opt, plan, params = case.make(case.quadratic), plan_on({"dp": 2}), make_params()
+    step = update_step(opt)
+    run = vs.parallelize(step, plan, static=False) if inside else step
+    ours = vs.distribute(params, plan)
+    state, grads = opt.init(ours), vs.distribute(grads_of(params, 0), plan)
+    found, expected = run(ours, state, grads), vs.parallelize(step, plan, strict=True)(ours, state, grads)
+    assert looks(found) == looks(expected) == looks((ours, state))
+    for x, y in zip(_tree.leaves(found), _tree.leaves(expected), strict=True):
+        room = case.bound * y.full_tensor().abs().max().item() if y.numel() else 0.0
+        torch.testing.assert_close(x.full_tensor(), y.full_tensor(), rtol=0, atol=room)
+
+
+@each
 def test_state_is_born_in_its_layout(name):
     """Of DTensors, of plain tensors inside a program, and of tensors without values."""
     opt, params = OPTIMIZERS[name].make(0.1), make_params()
