@@ -17,6 +17,7 @@ PAGES = [
     "docs/fsdp.md",
     "docs/introspection.md",
     "docs/modules.md",
+    "docs/muon.md",
     "docs/plans.md",
     "docs/programs.md",
     "docs/rng.md",

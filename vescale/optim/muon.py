@@ -63,8 +63,8 @@ def muon(
     >>> state = opt.init(params)
     >>> updates, state = opt.update({"w": 5 * torch.eye(2)}, state, params)
     >>> updates.delta["w"]  # about lr, whatever the size of the gradient
-    tensor([[-0.0703, -0.0000],
-            [-0.0000, -0.0703]])
+    tensor([[-0.1125, -0.0000],
+            [-0.0000, -0.1125]])
     """
     _check(lr, momentum, weight_decay, ns_steps, ns_coefficients, ns_dtype, eps, adjust_lr)
     texts = dict(matrix_dims or {})
