@@ -119,7 +119,7 @@ def assign(works: Sequence[Work], ranks: int, fixed: Sequence[int] = ()) -> Owne
 
     >>> ownership = assign([Work(cost=4, size=6), Work(cost=2, size=4, count=3)], ranks=2)
     >>> ownership.loads, ownership.owners
-    ((4, 6), (((0, 1),), ((1, 3),)))
+    ((6, 4), (((0, 1),), ((0, 1), (1, 2))))
     """
     works, fixed = tuple(works), tuple(fixed) or (0,) * ranks
     matrices = [
