@@ -22,6 +22,7 @@ PAGES = [
     "docs/introspection.md",
     "docs/modules.md",
     "docs/optimizers.md",
+    "docs/muon.md",
     "docs/plans.md",
     "docs/programs.md",
     "docs/rng.md",

@@ -167,9 +167,16 @@ def test_a_tensor_parallel_matrix_is_brought_together_over_both_axes():
     (where,) = decide([Layout(mesh, P(tp=Shard(0), dp=Shard(0)), (8, 6))], [MATRIX], area)
     assert where is not None
     assert where.spec == P(dp=RaggedShard.on_rank(0, 2))
+    wide = AbstractMesh(("dp", "tp"), (2, 4))
+    (where,) = decide([Layout(wide, P(tp=Shard(0), dp=RaggedShard((0,), (1, 1))), (8, 6))], [MATRIX], area)
+    assert where is not None
+    assert where.spec == P(tp=RaggedShard.on_rank(0, 4))  # two ranks do the same, not four
     (where,) = decide([Layout(mesh, P(tp=Shard(2), dp=RaggedShard((0,), (1, 3))), (8, 2, 6))], [STACK], area)
     assert where is not None
-    assert where.spec == P(dp=RaggedShard((0,), (1, 3)))  # over dp nothing is cut
+    assert where.spec == P(tp=Shard(0), dp=RaggedShard.even(2))  # each of the four has two of the eight
+    (where,) = decide([Layout(mesh, P(tp=Shard(2), dp=RaggedShard((0,), (1, 2))), (3, 2, 6))], [STACK], area)
+    assert where is not None
+    assert where.spec == P(dp=RaggedShard((0,), (1, 2)))  # three don't divide; over dp nothing is cut
 
 
 # Texts.

@@ -6,8 +6,8 @@
 A layout in `where` has each matrix on one rank of the axis that cuts it, an owner, with loads in balance (see
 `owners`): `RaggedShard.on_rank` for one matrix, a ragged cut between matrices for several. Matrices that are
 whole on a rank stay, but where others are exchanged over that axis and their rank would have the most to do.
-What other axes do stays if it cuts no matrix; else the value is whole over them. Ranks of these, and of axes
-over which the value is replicated, all compute the same.
+What other axes do stays if it cuts no matrix; else their ranks share a batch of matrices that divides among
+them, and of others, as of what is replicated, all compute the same.
 
 All values are sent before the first is computed with, and return after the last: the pass `owner_waves`
 makes a few collectives of it that overlap the computing.
@@ -28,7 +28,7 @@ from .._errors import LayoutError
 from ..spmd.dtensor import DTensor
 from ..spmd.layout import AbstractMesh, Layout
 from ..spmd.matrices import Matrices
-from ..spmd.placements import P, Placement, RaggedShard
+from ..spmd.placements import P, Placement, RaggedShard, Shard
 from ..spmd.program.candidates import carry
 from ..spmd.redistribute_many import redistribute_many
 from ..spmd.redistribute_plan import plan
@@ -146,10 +146,16 @@ def _cut(layout: Layout, matrices: Matrices) -> Cut:
     cutting = [axis for axis, _ in splits if axis not in dict(kept)]
     if not math.prod(shape) or not cutting:
         return Cut(layout.spec.items(), None)
-    axis = ragged[0][0] if ragged else max(reversed(cutting), key=mesh.axis_size)
     whole = bool(ragged) and _is_whole(_legal(mesh, [*kept, *ragged], shape), matrices)
+    # The more ranks can be owners, the fewer all compute the same.
+    preferred = [*(axis for axis, _ in ragged), *reversed(cutting)]
+    axis = preferred[0] if whole else max(preferred, key=mesh.axis_size)
     if not _is_even(Layout(mesh, P.of(kept), shape)):  # a ragged cut needs equal pieces
         kept = []
+    for other in cutting if matrices.follow else ():  # ranks of other axes share the batch, where it divides
+        shared = _legal(mesh, [*kept, (other, Shard(0))], shape) if other != axis else None
+        if shared is not None and _is_even(shared) and _is_whole(shared, matrices):
+            kept, whole = [*kept, (other, Shard(0))], False
     batch = [dim for dim, names in enumerate(matrices.dims) if {*names} & {*matrices.batch}]
     pieces = math.prod(mesh.axis_size(other) for other, _ in kept)
     count = matrices.grid(shape)[0] // pieces if matrices.follow else 1

@@ -119,7 +119,7 @@ def assign(works: Sequence[Work], ranks: int, fixed: Sequence[int] = ()) -> Owne
 
     >>> ownership = assign([Work(cost=4, size=6), Work(cost=2, size=4, count=3)], ranks=2)
     >>> ownership.loads, ownership.owners
-    ((4, 6), (((0, 1),), ((1, 3),)))
+    ((6, 4), (((0, 1),), ((0, 1), (1, 2))))
     """
     works, fixed = tuple(works), tuple(fixed) or (0,) * ranks
     matrices = [
@@ -131,19 +131,17 @@ def assign(works: Sequence[Work], ranks: int, fixed: Sequence[int] = ()) -> Owne
     matrices.sort(key=lambda m: (-m[0], -(m[1][0][0] if m[1] else 0)))
     plain = _place(matrices, ranks, fixed, limit=-1)
     mean = (sum(fixed) + sum(cost for cost, _, _ in matrices)) / ranks
-    limit = max(_makespan(matrices, plain, fixed), int(SLACK * mean))
+    limit = max(*_loaded(matrices, plain, fixed), int(SLACK * mean))
 
-    stacks = _stacks(works, ranks, fixed, limit)
-    loads = list(fixed)
-    for number, counts in stacks.items():
-        for rank, count in counts.items():
-            loads[rank] += works[number].cost * count
-    single = [matrix for matrix in matrices if matrix[2] not in stacks]
-    places = _place(single, ranks, loads, limit)
-    if _makespan(single, places, loads) <= limit:
+    # Stacks about where they are: single matrices first go around them, then they give way a little.
+    homes = {number: _home(work) for number, work in enumerate(works) if work.count > 1 and work.held}
+    single = [matrix for matrix in matrices if matrix[2] not in homes]
+    places = _place(single, ranks, _loads(works, homes, fixed), limit)
+    stacks = _shifted(works, homes, _loaded(single, places, fixed), limit)
+    if max(_loaded(single, places, _loads(works, stacks, fixed))) <= limit:
         return Ownership(works, ranks, _owners(works, single, places, stacks), fixed)
     near = _place(matrices, ranks, fixed, limit)
-    places = near if _makespan(matrices, near, fixed) <= limit else _exchanged(matrices, plain)
+    places = near if max(_loaded(matrices, near, fixed)) <= limit else _exchanged(matrices, plain)
     return Ownership(works, ranks, _owners(works, matrices, places, {}), fixed)
 
 
@@ -159,23 +157,26 @@ def _owners(
     return tuple(tuple(sorted(count.items())) for count in counts)
 
 
-def _stacks(works: Sequence[Work], ranks: int, fixed: Sequence[int], limit: int) -> dict[int, Counter[int]]:
-    """How many matrices of each stack that ranks hold in turn they own: about those that they hold.
+def _home(work: Work) -> Counter[int]:
+    """How many matrices of a stack each rank holds most of."""
+    return Counter(holders[0][1] for holders in _holders(work))
 
-    Where that is more than `limit` to do, ranks nearby get them: what lies between shifts by as many.
+
+def _shifted(
+    works: Sequence[Work], homes: Mapping[int, Counter[int]], fixed: Sequence[int], limit: int
+) -> dict[int, Counter[int]]:
+    """How many matrices of each stack ranks own: as many as are at home there, within `limit` to do.
+
+    Ranks nearby get what is too much: what lies between shifts by as many, as ranks have theirs in order.
     """
     loads, found = list(fixed), dict[int, Counter[int]]()
-    stacks = [number for number, work in enumerate(works) if work.count > 1 and work.held]
-    for number in sorted(stacks, key=lambda number: -works[number].cost * works[number].count):
-        work = works[number]
-        counts = Counter[int](holders[0][1] for holders in _holders(work))
-        for rank, count in [*counts.items()]:
-            over = min(count - max(limit - loads[rank], 0) // work.cost if work.cost else 0, count)
-            if over <= 0:
-                continue
-            for other in sorted(range(ranks), key=lambda other: abs(other - rank)):
-                room = (limit - loads[other]) // work.cost - counts[other]
-                moved = min(over, max(room, 0)) if other != rank else 0
+    for number in sorted(homes, key=lambda number: -works[number].cost * works[number].count):
+        cost, counts = works[number].cost, Counter(homes[number])
+        for rank, count in homes[number].items() if cost else ():
+            over = count - max(limit - loads[rank], 0) // cost
+            near = sorted(range(len(loads)), key=lambda other: abs(other - rank)) if over > 0 else ()
+            for other in near[1:]:
+                moved = min(over, max((limit - loads[other]) // cost - counts[other], 0))
                 counts[rank] -= moved
                 counts[other] += moved
                 over -= moved
@@ -183,8 +184,17 @@ def _stacks(works: Sequence[Work], ranks: int, fixed: Sequence[int], limit: int)
                     break
         found[number] = +counts
         for rank, count in counts.items():
-            loads[rank] += work.cost * count
+            loads[rank] += cost * count
     return found
+
+
+def _loads(works: Sequence[Work], counts: Mapping[int, Counter[int]], fixed: Sequence[int]) -> list[int]:
+    """What ranks have to do with so many matrices of some works each."""
+    loads = list(fixed)
+    for number, ranks in counts.items():
+        for rank, count in ranks.items():
+            loads[rank] += works[number].cost * count
+    return loads
 
 
 def _place(matrices: Sequence[_Matrix], ranks: int, fixed: Sequence[int], limit: int) -> list[int]:
@@ -206,11 +216,12 @@ def _place(matrices: Sequence[_Matrix], ranks: int, fixed: Sequence[int], limit:
     return places
 
 
-def _makespan(matrices: Sequence[_Matrix], places: Sequence[int], fixed: Sequence[int]) -> int:
+def _loaded(matrices: Sequence[_Matrix], places: Sequence[int], fixed: Sequence[int]) -> list[int]:
+    """What ranks have to do with the matrices in their places."""
     loads = list(fixed)
     for (cost, _, _), rank in zip(matrices, places, strict=True):
         loads[rank] += cost
-    return max(loads)
+    return loads
 
 
 def _exchanged(matrices: Sequence[_Matrix], places: Sequence[int]) -> list[int]:
