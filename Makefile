@@ -33,6 +33,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/rng.py --check
 	$(BIN)/python benchmarks/fsdp.py --check
 	$(BIN)/python benchmarks/muon_balance.py --check
+	$(BIN)/python benchmarks/adamw_8bit.py --check
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

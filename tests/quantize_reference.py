@@ -1,11 +1,13 @@
 """Block-wise quantization and 8-bit AdamW on one device, from their formulas: one block after the other."""
 
+import functools
 import itertools
 import math
 
 import torch
 
 
+@functools.cache
 def dynamic_map(signed):
     """Read bit by bit: leading zeros are powers of ten, a one ends them, the rest is a fraction. The eighth
     bit is the sign, or one more of the fraction. Seven zeros are 0, and with the eighth bit 1."""
@@ -36,11 +38,11 @@ def quantize(x, signed, block, noise=None):
     """(codes, scales), the scales one after the other."""
     numbers, flat = dynamic_map(signed), x.reshape(-1)
     codes, scales = torch.empty(flat.shape, dtype=torch.uint8), []
+    zero = numbers.tolist().index(0.0)
     for where in blocks(x.shape, block):
         values = flat[where]
         scale = values.abs().max() if bool(values.isfinite().all()) else torch.tensor(torch.nan)
         scales.append(scale)
-        zero = numbers.tolist().index(0.0)
         if not scale > 0:
             codes[where] = zero
             continue

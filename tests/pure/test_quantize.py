@@ -59,7 +59,7 @@ def test_codes_are_of_the_nearest_number(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(shape=shapes, block=blocks, seed=st.integers(0, 99), rounded=st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_bits_of_a_loop_over_blocks(kind, shape, block, seed, rounded):
     x = values(shape, seed)
     x = x if kind == "signed" else x.square()
@@ -79,7 +79,7 @@ def test_bits_of_a_loop_over_blocks(kind, shape, block, seed, rounded):
 
 
 @given(shape=shapes, block=blocks, seed=st.integers(0, 99), log_scale=st.integers(-30, 30))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_errors_are_bounded(shape, block, seed, log_scale):
     """By half the widest gap, 0.9 / 64 signed and 0.9 / 128 unsigned, in units of the block's maximum; by
     0.47 of a number above 1e-5 of that (1e-6 unsigned); and what is below half of the least code becomes
@@ -132,7 +132,7 @@ def test_the_smallest_and_the_largest_numbers():
 
 def test_rounding_at_random_is_unbiased():
     """The mean of n draws is within 5 standard errors: gap * sqrt(p (1 - p) / n), at most half of the gap."""
-    x, n = values((32, 32), 5, spread=1.0), 1500
+    x, n = values((32, 32), 5, spread=1.0), 600
     x = x.sign() * x.abs().clamp(max=0.99)
     x[0, 0] = 1.0  # the scale
     found, key = torch.zeros(32, 32, dtype=torch.float64), vs.rng.key(3)
@@ -199,7 +199,7 @@ def layout_of_scales(layout, sizes):
         return None
 
 
-@pytest.mark.parametrize("axes", [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 3, "b": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"a": 2}, {"a": 2, "b": 2}, {"a": 3, "b": 2}], ids=str)
 @pytest.mark.parametrize(
     "shape", [(24,), (13, 8), (16, 12), (8, 16), (2, 6, 8), (3, 5, 8), (2, 2, 4, 8)], ids=str
 )

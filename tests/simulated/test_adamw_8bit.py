@@ -16,7 +16,7 @@ from vescale._errors import ArgumentError, ShardingError
 KEY = vs.rng.key(11)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "fsdp 2"])
 def test_bits_of_one_device_without_communication(case):
     axes, block, names, _ = CASES[case]
     params, state, lowered, seen = cases.run(vs.make_mesh(axes), case)
@@ -50,6 +50,15 @@ def test_plain_torch(dtype):
                 torch.testing.assert_close(leaf, copy, rtol=0, atol=0)
     check(params, state, expected(dtype=dtype))
     assert all(p.dtype == dtype for p in params.values())
+
+
+@pytest.mark.parametrize("case", ["fsdp and tp"])
+def test_parameters_of_16_bits(case):
+    axes, block, names, _ = CASES[case]
+    params, state, lowered, _ = cases.run(vs.make_mesh(axes), case, dtype=torch.bfloat16)
+    check(params, state, expected(names, torch.bfloat16, block=block))
+    assert lowered is not None
+    assert not lowered.collectives()
 
 
 def test_what_stays_float32_is_updated_as_by_adamw():
@@ -233,11 +242,12 @@ def test_a_gradient_that_is_not_finite_stays_in_its_block():
 # Training.
 
 
+@pytest.mark.slow
 def test_a_gpt_communicates_as_with_adamw():
     """The collectives of a whole step are those with float32 moments, and so the update has none."""
-    mesh, model = vs.make_mesh({"dp": 2, "tp": 2}), gpt.make_model()
+    mesh, model = vs.make_mesh({"dp": 2}), gpt.make_model()
     fsdp = vs.FSDP("dp", r"blocks\.\d+", block={".*": vs.Tile(32, 32)}, max_padding=1.0)
-    plan = vs.Plan(mesh, gpt.TP, {"batch": vs.P(dp=vs.Shard(0))}, fsdp=fsdp)
+    plan = vs.Plan(mesh, inputs={"batch": vs.P(dp=vs.Shard(0))}, fsdp=fsdp)
     found = []
     for opt in (vs.optim.adamw(LR), vs.optim.adamw_8bit(LR)):
         params = vs.distribute(gpt.parameters(model), plan)
@@ -253,9 +263,9 @@ def test_a_gpt_communicates_as_with_adamw():
 
 
 def test_a_gpt_learns_as_with_adamw():
-    """Mean losses of the last 20 of 80 steps are within 1%, where the first is above 1.3 times that."""
+    """Mean losses of the last 20 of 60 steps are within 1%, where the first is above 1.3 times that."""
     text, _ = read_text()
-    starts, means = row_starts(text, 80, gpt.ROWS, 0), []
+    starts, means = row_starts(text, 60, gpt.ROWS, 0), []
     for opt in (vs.optim.adamw(3e-3), vs.optim.adamw_8bit(3e-3)):
         model = gpt.make_model()
         params, losses = gpt.parameters(model), []

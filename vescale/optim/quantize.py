@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from torch import Tensor
 from ..spmd.dtensor import DTensor
 from .quantize_layout import Block, Tiling, grid, grid_shape, scales_layout, tiling
 from .quantize_map import decode, encode, zero_code
+
+# Numbers to work on at a time on cpu: the temporaries stay in the cache.
+_CHUNK = 1 << 16
 
 library = torch.library.Library("vescale", "FRAGMENT")
 
@@ -75,48 +79,49 @@ def as_ints(lies: Tiling) -> list[int]:
     return [lies.height, lies.width, lies.r, lies.c, lies.first]
 
 
-# How blocks lie: maxima of blocks, and scales spread over them.
+# Memory as blocks, (bands, r, columns, c), and back.
 
 
-def _block_shape(x: Tensor, lies: Tiling) -> tuple[int, int, int, int] | None:
-    """x as (bands, r, columns, c), None where a block is short."""
-    rows = x.numel() // lies.width
-    anew = lies.first + rows > lies.height and lies.height % lies.r  # bands begin anew after a short one
-    if rows % lies.r or lies.width % lies.c or lies.first % lies.r or anew:
+def _height(rows: int, lies: Tiling) -> int | None:
+    """None when bands begin anew within `rows` rows, after a short one; else the rows of the bands."""
+    if lies.first + rows > lies.height and lies.height % lies.r:
         return None
-    return rows // lies.r, lies.r, lies.width // lies.c, lies.c
+    return -(-rows // lies.r) * lies.r
 
 
-def _bands(rows: int, lies: Tiling, device: torch.device) -> Tensor:
-    """The band of each row, counted from the first."""
-    row = torch.arange(lies.first, lies.first + rows, device=device)
-    band = row // lies.height * -(-lies.height // lies.r) + row % lies.height // lies.r
-    return band - lies.first // lies.r
+def _places(rows: Any, lies: Tiling) -> Any:
+    """The places of rows when every band has r rows."""
+    row = rows + lies.first
+    return row + row // lies.height * (-lies.height % lies.r) - lies.first
 
 
-def _maxima(x: Tensor, lies: Tiling, blocks: Sequence[int]) -> Tensor:
-    """max |x| of each block, nan where one is not finite."""
-    shape = _block_shape(x, lies)
-    if shape is not None:
-        found = x.reshape(shape).abs().amax((1, 3))
-    else:
-        rows = x.numel() // lies.width
-        padded = torch.nn.functional.pad(x.reshape(rows, lies.width).abs(), (0, -lies.width % lies.c))
-        columns = padded.view(rows, -1, lies.c).amax(2)
-        band = _bands(rows, lies, x.device).unsqueeze(1).expand_as(columns)
-        found = columns.new_zeros(math.prod(blocks) // columns.shape[1], columns.shape[1])
-        found.scatter_reduce_(0, band, columns, "amax")
-    return torch.where(found.isfinite(), found, torch.nan).view(tuple(blocks))
+def _blocked(x: Tensor, lies: Tiling) -> Tensor:
+    """x as blocks: a view, or a copy in which short blocks are filled with zeros."""
+    rows, short = x.numel() // lies.width, -lies.width % lies.c
+    flat, height = x.reshape(rows, lies.width), _height(rows, lies)
+    if height is None:
+        places = _places(torch.arange(rows, device=x.device), lies)
+        height = -(-(_places(rows - 1, lies) + 1) // lies.r) * lies.r
+        flat = flat.new_zeros(height, lies.width).index_copy_(0, places, flat)
+    if short or height > flat.shape[0]:
+        flat = torch.nn.functional.pad(flat, (0, short, 0, height - flat.shape[0]))
+    return flat.view(-1, lies.r, flat.shape[1] // lies.c, lies.c)
 
 
-def _spread(scales: Tensor, x: Tensor, lies: Tiling) -> tuple[Tensor, Tensor]:
-    """x and the scale of each of its elements, in shapes that are broadcast together."""
-    shape = _block_shape(x, lies)
-    if shape is not None:
-        return x.reshape(shape), scales.reshape(shape[0], 1, shape[2], 1)
-    rows = x.numel() // lies.width
-    rows_of = scales.reshape(-1, -(-lies.width // lies.c)).index_select(0, _bands(rows, lies, x.device))
-    return x.reshape(rows, lies.width), rows_of.repeat_interleave(lies.c, 1)[:, : lies.width]
+def _unblocked(blocks: Tensor, lies: Tiling, shape: Sequence[int]) -> Tensor:
+    """The inverse of `_blocked`, for a tensor of `shape`."""
+    rows = math.prod(shape) // lies.width
+    flat = blocks.view(blocks.shape[0] * lies.r, -1)[:, : lies.width]
+    if _height(rows, lies) is None:
+        flat = flat.index_select(0, _places(torch.arange(rows, device=blocks.device), lies))
+    return flat[:rows].reshape(tuple(shape))
+
+
+def _parts(blocks: Tensor) -> list[slice]:
+    """Bands to work on at a time."""
+    bands = blocks.shape[0]
+    each = bands if blocks.device.type != "cpu" else max(1, _CHUNK * bands // blocks.numel())
+    return [slice(start, start + each) for start in range(0, bands, each)]
 
 
 # The ops.
@@ -134,19 +139,29 @@ def _quantize(
     if not x.numel():
         return x.new_empty(x.shape, dtype=torch.uint8), x.new_zeros(tuple(blocks), dtype=torch.float32)
     tiles = Tiling(*lies)
-    scales = _maxima(x, tiles, blocks)
-    whole, scale = _spread(scales.masked_fill(scales == 0, 1.0), x, tiles)
-    return encode((whole / scale).view(x.shape), kind, noise), scales
+    numbers, draws = _blocked(x, tiles), None if noise is None else _blocked(noise, tiles)
+    codes = torch.empty_like(numbers, dtype=torch.uint8, memory_format=torch.contiguous_format)
+    scales = numbers.new_empty(numbers.shape[0], numbers.shape[2])
+    for part in _parts(numbers):
+        scale = numbers[part].abs().amax(1).amax(2)
+        scale = scales[part] = torch.where(scale.isfinite(), scale, torch.nan)
+        unit = scale.masked_fill(scale == 0, 1.0)[:, None, :, None]
+        codes[part] = encode(numbers[part] / unit, kind, None if draws is None else draws[part])
+    return _unblocked(codes, tiles, x.shape), scales.view(tuple(blocks))
 
 
 def _dequantize(
     codes: Tensor, scales: Tensor, kind: str, grid: Sequence[int], lies: Sequence[int], name: str
 ) -> Tensor:
-    numbers = decode(codes, kind)
     if not codes.numel():
-        return numbers
-    whole, scale = _spread(scales, numbers, Tiling(*lies))
-    return whole.mul_(scale).view(codes.shape)
+        return codes.new_empty(codes.shape, dtype=torch.float32)
+    tiles = Tiling(*lies)
+    blocked = _blocked(codes, tiles)
+    scale = scales.reshape(blocked.shape[0], 1, blocked.shape[2], 1)
+    numbers = torch.empty_like(blocked, dtype=torch.float32, memory_format=torch.contiguous_format)
+    for part in _parts(blocked):
+        torch.mul(decode(blocked[part], kind), scale[part], out=numbers[part])
+    return _unblocked(numbers, tiles, codes.shape)
 
 
 def _zeros(

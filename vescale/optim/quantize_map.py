@@ -26,9 +26,6 @@ from torch import Tensor
 
 SIGNED, UNSIGNED = "signed", "unsigned"
 
-# Numbers looked up at a time on cpu: the temporaries stay in the cache.
-_CHUNK = 1 << 17
-
 
 @lru_cache(maxsize=8)
 def dynamic_map(kind: str) -> Tensor:
@@ -118,20 +115,13 @@ def encode(v: Tensor, kind: str, noise: Tensor | None = None) -> Tensor:
     >>> encode(torch.tensor([-1.0, 0.0, 0.5, 1.0, torch.nan]), "signed")
     tensor([  0, 127, 219, 255, 127], dtype=torch.uint8)
     """
-    tables = _tables(kind, v.device)
-    flat, draws = v.reshape(-1), None if noise is None else noise.reshape(-1)
-    codes = torch.empty(flat.shape, dtype=torch.uint8, device=v.device)
-    step = _CHUNK if v.device.type == "cpu" else max(flat.numel(), 1)
-    for start in range(0, flat.numel(), step):
-        part = flat[start : start + step]
-        if draws is None:
-            codes[start : start + step] = tables.nearest(part)
-        else:
-            code = tables.lower(part)
-            index = code.int()
-            rest = (part - tables.numbers.index_select(0, index)).div_(tables.gaps.index_select(0, index))
-            codes[start : start + step] = code.add_(draws[start : start + step] < rest)
-    return codes.view(v.shape)
+    tables, flat = _tables(kind, v.device), v.reshape(-1)
+    if noise is None:
+        return tables.nearest(flat).view(v.shape)
+    code = tables.lower(flat)
+    index = code.int()
+    rest = (flat - tables.numbers.index_select(0, index)).div_(tables.gaps.index_select(0, index))
+    return code.add_(noise.reshape(-1) < rest).view(v.shape)
 
 
 def decode(codes: Tensor, kind: str) -> Tensor:
