@@ -32,6 +32,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/planner.py --check
 	$(BIN)/python benchmarks/rng.py --check
 	$(BIN)/python benchmarks/fsdp.py --check
+	$(BIN)/python benchmarks/checkpoint.py --check
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

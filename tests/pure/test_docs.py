@@ -13,6 +13,7 @@ import vescale
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
+    "docs/checkpoints.md",
     "docs/dtensor.md",
     "docs/fsdp.md",
     "docs/introspection.md",

@@ -265,6 +265,8 @@ def test_trees_that_cannot_be_saved(tmp_path):
             vs.checkpoint.save({}, tmp_path, step=step, keep=keep)
     with pytest.raises(ArgumentError, match="whole number"):
         vs.checkpoint.save({}, tmp_path, step=-1)
+    with pytest.raises(ArgumentError, match="two leaves"):
+        vs.checkpoint.load({"a.b": 1, "a": {"b": 2}}, tmp_path)
     with pytest.raises(ArgumentError, match="in_place"):
         vs.checkpoint.load(
             {"x": torch.zeros(1, device="meta")},

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _tree
 from .._compat import FakeTensor
 from .._errors import ArgumentError, explain, near_misses
 from ..spmd.agree import digest
@@ -82,20 +82,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def flatten(tree: Any) -> tuple[list[str], list[Any], _tree.TreeSpec]:
-    """Paths, leaves and structure. Raises ArgumentError when two leaves have one path."""
-    paths, leaves, spec = _tree.flatten_with_path(tree)
-    twice = sorted({path for path in paths if paths.count(path) > 1}) if len(set(paths)) < len(paths) else []
-    if twice:
+def check_paths(paths: Sequence[str]) -> None:
+    """Raises ArgumentError when two leaves have one path."""
+    counts = Counter(paths)
+    if len(counts) < len(paths):
         raise ArgumentError(
             explain(
-                f"two leaves called {', '.join(map(repr, twice))}",
+                f"two leaves called {', '.join(repr(path) for path in counts if counts[path] > 1)}",
                 where="checkpoint",
                 rule="leaves go by their dotted paths, which differ",
                 remedy="rename a key: keys with dots can meet nested ones",
             )
         )
-    return paths, leaves, spec
 
 
 def saved_form(leaf: Any) -> Tensor | None:
