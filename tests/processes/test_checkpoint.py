@@ -168,7 +168,7 @@ def full(*_):
     [
         ("disk", "No space left on device.*on rank 2"),
         ("value", "ConsistencyError.*step on rank 3"),
-        ("leaf", "ArgumentError.*a object.*step"),
+        ("leaf", "ArgumentError.*object.*where: step"),
         ("path", "ConsistencyError.*rank 3"),
     ],
 )

@@ -16,6 +16,7 @@ from .._errors import ArgumentError, explain, near_misses
 from ..spmd.agree import digest
 from ..spmd.dtensor import DTensor
 from ..spmd.layout import Layout
+from ..spmd.mesh import Mesh
 
 VALUES = (bool, int, float, str)
 
@@ -38,7 +39,7 @@ class Leaf:
         if isinstance(leaf, torch.Generator):
             state = leaf.get_state()
             return cls(path, "generator", state.dtype, tuple(state.shape))
-        found = f"a {type(leaf).__name__}"
+        found = f"{type(leaf).__name__} {leaf!r}"[:200]
         if isinstance(leaf, DTensor):
             if not leaf.layout.partials:
                 return cls(path, "tensor", leaf.dtype, tuple(leaf.shape))
@@ -73,7 +74,7 @@ class Leaf:
 
     def __str__(self) -> str:
         if self.dtype is None:
-            return f"a {self.kind}"
+            return self.kind
         tensor = f"{_name(self.dtype)} of shape {self.shape}"
         return tensor if self.kind == "tensor" else f"the state of a generator, {tensor}"
 
@@ -103,7 +104,7 @@ def saved_form(leaf: Any) -> Tensor | None:
     return leaf.detach() if isinstance(leaf, Tensor) else None
 
 
-def writes(path: str, leaf: Any, mesh: Any) -> bool:
+def writes(path: str, leaf: Any, mesh: Mesh | None) -> bool:
     """Whether the rank of this process writes its part of a leaf, of which others may have replicas.
 
     Who does is spread over the ranks by the path, so that no rank writes all that is replicated. A

@@ -119,12 +119,10 @@ class DataWriter:
 class DataFile:
     """Reads what a `DataWriter` wrote; every block is checked as it is read."""
 
-    def __init__(self, path: Path, size: int, checksums: Sequence[str]) -> None:
-        self.path, self.size, self.checksums = path, size, checksums
-        self._held = (
-            -1,
-            torch.empty(0, dtype=torch.uint8),
-        )  # a block of which a part was wanted, and its start
+    def __init__(self, path: Path, size: int, block: int, checksums: Sequence[str]) -> None:
+        self.path, self.size, self.block, self.checksums = path, size, block, checksums
+        # Where the last block starts of which a part was wanted, and its bytes.
+        self._held = -1, torch.empty(0, dtype=torch.uint8)
 
     def read(self, start: int, into: Tensor) -> None:
         """Fill contiguous bytes with those of the file from `start` on.
@@ -134,7 +132,7 @@ class DataFile:
         try:
             with open(self.path, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
-                if size != self.size:
+                if size != self.size or start + len(into) > size:
                     raise damaged(f"{self.path.name} has {size:,} bytes, not {self.size:,}", self.path)
                 self._read(file, start, into)
         except OSError as error:
@@ -143,8 +141,8 @@ class DataFile:
     def _read(self, file: Any, start: int, into: Tensor) -> None:
         at, stop = start, start + len(into)
         while at < stop:
-            first = at - at % BLOCK
-            last = min(first + BLOCK, self.size)
+            first = at - at % self.block
+            last = min(first + self.block, self.size)
             here = into[at - start : min(last, stop) - start]
             if len(here) == last - first:  # a whole block, straight to where it is wanted
                 self._read_block(file, first, here)
@@ -157,7 +155,7 @@ class DataFile:
 
     def _read_block(self, file: Any, first: int, block: Tensor) -> None:
         read_into(file, first, block)
-        if f"{zlib.crc32(block.numpy().data):08x}" != self.checksums[first // BLOCK]:
+        if f"{zlib.crc32(block.numpy().data):08x}" != self.checksums[first // self.block]:
             self._held = -1, self._held[1]
             text = f"{self.path.name} has other bytes than were written, from byte {first:,} on"
             raise damaged(text, self.path)

@@ -83,6 +83,7 @@ def _start(
     mesh = mesh_of(leaves, mesh)
     ranks = Together(mesh, f"vs.checkpoint.{name}(.., {str(root)!r}, step={step})")
     told: list[Leaf] = []
+    forms: dict[str, Tensor] = {}
 
     def examine() -> dict[str, str]:
         _check_step(step, keep)
@@ -90,18 +91,15 @@ def _start(
         told.extend(Leaf.of(where, leaf) for where, leaf in zip(paths, leaves, strict=True))
         for where, leaf in zip(paths, leaves, strict=True):
             check_values(where, leaf)
+        for where, leaf in zip(paths, leaves, strict=True):
+            form = saved_form(leaf)
+            if form is not None and writes(where, leaf, mesh):
+                forms[where] = _copy(form) if name == "async_save" else form
         return {} if ranks.size == 1 else digests(paths, leaves)
 
     check_equal(ranks.all("examine", examine), ranks.call)
     path = Path(root).absolute() if step is None else step_path(Path(root).absolute(), step)
-    forms = {
-        where: form
-        for where, leaf in zip(paths, leaves, strict=True)
-        if (form := saved_form(leaf)) is not None and writes(where, leaf, mesh)
-    }
-    if name == "async_save":
-        forms = {where: _copy(form) for where, form in forms.items()}
-    return _thread().submit(_write, forms, told, path, keep, ranks)
+    return _thread(os.getpid()).submit(_write, forms, told, path, keep, ranks)
 
 
 def _write(
@@ -130,8 +128,9 @@ def _write(
 
 
 @cache
-def _thread() -> ThreadPoolExecutor:
-    # One: saves happen in the order of the calls, on every rank. Python waits for it at exit.
+def _thread(process: int) -> ThreadPoolExecutor:
+    # One: saves happen in the order of the calls, on every rank. Python waits for it at exit. A forked
+    # process has its own, for it inherits no thread.
     return ThreadPoolExecutor(1, thread_name_prefix="vescale-checkpoint")
 
 

@@ -124,7 +124,7 @@ class Reader(StorageReader):
         for entry in head["files"]:
             first, *tensors = read_lines(path / entry["file"], entry["crc32"])
             name = first["file"]
-            self._files[name] = DataFile(path / name, first["bytes"], first["crc32"])
+            self._files[name] = DataFile(path / name, first["bytes"], first["block"], first["crc32"])
             for line in tensors:
                 for offsets, sizes, at in line["pieces"]:
                     piece = Piece(name, tuple(offsets), tuple(sizes), at)
