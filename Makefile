@@ -34,6 +34,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/fsdp.py --check
 	$(BIN)/python benchmarks/muon_balance.py --check
 	$(BIN)/python benchmarks/adamw_8bit.py --check
+	$(BIN)/python benchmarks/checkpoint.py --check
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -15,6 +15,7 @@ PAGES = [
     "README.md",
     "docs/adamw_8bit.md",
     "docs/debugging.md",
+    "docs/checkpoints.md",
     "docs/dtensor.md",
     "docs/errors.md",
     "docs/failures.md",

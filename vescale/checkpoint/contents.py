@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _tree
 from .._compat import FakeTensor
 from .._errors import ArgumentError, explain, near_misses
 from ..spmd.agree import digest
 from ..spmd.dtensor import DTensor
 from ..spmd.layout import Layout
+from ..spmd.mesh import Mesh
 
 VALUES = (bool, int, float, str)
 
@@ -38,7 +39,7 @@ class Leaf:
         if isinstance(leaf, torch.Generator):
             state = leaf.get_state()
             return cls(path, "generator", state.dtype, tuple(state.shape))
-        found = f"a {type(leaf).__name__}"
+        found = f"{type(leaf).__name__} {leaf!r}"[:200]
         if isinstance(leaf, DTensor):
             if not leaf.layout.partials:
                 return cls(path, "tensor", leaf.dtype, tuple(leaf.shape))
@@ -73,7 +74,7 @@ class Leaf:
 
     def __str__(self) -> str:
         if self.dtype is None:
-            return f"a {self.kind}"
+            return self.kind
         tensor = f"{_name(self.dtype)} of shape {self.shape}"
         return tensor if self.kind == "tensor" else f"the state of a generator, {tensor}"
 
@@ -82,20 +83,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def flatten(tree: Any) -> tuple[list[str], list[Any], _tree.TreeSpec]:
-    """Paths, leaves and structure. Raises ArgumentError when two leaves have one path."""
-    paths, leaves, spec = _tree.flatten_with_path(tree)
-    twice = sorted({path for path in paths if paths.count(path) > 1}) if len(set(paths)) < len(paths) else []
-    if twice:
+def check_paths(paths: Sequence[str]) -> None:
+    """Raises ArgumentError when two leaves have one path."""
+    counts = Counter(paths)
+    if len(counts) < len(paths):
         raise ArgumentError(
             explain(
-                f"two leaves called {', '.join(map(repr, twice))}",
+                f"two leaves called {', '.join(repr(path) for path in counts if counts[path] > 1)}",
                 where="checkpoint",
                 rule="leaves go by their dotted paths, which differ",
                 remedy="rename a key: keys with dots can meet nested ones",
             )
         )
-    return paths, leaves, spec
 
 
 def saved_form(leaf: Any) -> Tensor | None:
@@ -105,7 +104,7 @@ def saved_form(leaf: Any) -> Tensor | None:
     return leaf.detach() if isinstance(leaf, Tensor) else None
 
 
-def writes(path: str, leaf: Any, mesh: Any) -> bool:
+def writes(path: str, leaf: Any, mesh: Mesh | None) -> bool:
     """Whether the rank of this process writes its part of a leaf, of which others may have replicas.
 
     Who does is spread over the ranks by the path, so that no rank writes all that is replicated. A

@@ -16,7 +16,6 @@ import re
 import shutil
 from pathlib import Path
 
-from .._errors import ArgumentError, explain
 from .files import sync_directory
 
 _STEP = re.compile(r"step_(\d+)")
@@ -24,15 +23,6 @@ _STEP = re.compile(r"step_(\d+)")
 
 def step_path(directory: Path, step: int) -> Path:
     """Where the checkpoint of a step is."""
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ArgumentError(
-            explain(
-                f"step={step!r}",
-                where="checkpoint",
-                rule="a step is a whole number, 0 or more",
-                remedy="step=int(step)",
-            )
-        )
     return directory / f"step_{step:08d}"
 
 

@@ -119,35 +119,46 @@ class DataWriter:
 class DataFile:
     """Reads what a `DataWriter` wrote; every block is checked as it is read."""
 
-    def __init__(self, path: Path, size: int, checksums: Sequence[str]) -> None:
-        self.path, self.size, self.checksums = path, size, checksums
-        self._held: tuple[int, Tensor] = 0, torch.empty(0, dtype=torch.uint8)
+    def __init__(self, path: Path, size: int, block: int, checksums: Sequence[str]) -> None:
+        self.path, self.size, self.block, self.checksums = path, size, block, checksums
+        # Where the last block starts of which a part was wanted, and its bytes.
+        self._held = -1, torch.empty(0, dtype=torch.uint8)
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """Bytes start..stop. CheckpointError when the file is shorter, longer, or has other bytes."""
-        first, held = self._held
-        if not (first <= start and stop <= first + len(held)):  # small neighbours share a block
-            first = start - start % BLOCK
-            held = self._blocks(first, min(stop + -stop % BLOCK, self.size))
-            self._held = first, held
-        return held[start - first : stop - first]
+    def read(self, start: int, into: Tensor) -> None:
+        """Fill contiguous bytes with those of the file from `start` on.
 
-    def _blocks(self, start: int, stop: int) -> Tensor:
-        data = torch.empty(stop - start, dtype=torch.uint8)
+        CheckpointError when the file is shorter, longer, or has other bytes.
+        """
         try:
             with open(self.path, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
-                if size != self.size:
+                if size != self.size or start + len(into) > size:
                     raise damaged(f"{self.path.name} has {size:,} bytes, not {self.size:,}", self.path)
-                read_into(file, start, data)
+                self._read(file, start, into)
         except OSError as error:
             raise damaged(f"{self.path.name} can't be read: {error}", self.path) from None
-        for at in range(start, stop, BLOCK):
-            block = data[at - start : at - start + BLOCK].numpy().data
-            if f"{zlib.crc32(block):08x}" != self.checksums[at // BLOCK]:
-                text = f"{self.path.name} has other bytes than were written, from byte {at:,} on"
-                raise damaged(text, self.path)
-        return data
+
+    def _read(self, file: Any, start: int, into: Tensor) -> None:
+        at, stop = start, start + len(into)
+        while at < stop:
+            first = at - at % self.block
+            last = min(first + self.block, self.size)
+            here = into[at - start : min(last, stop) - start]
+            if len(here) == last - first:  # a whole block, straight to where it is wanted
+                self._read_block(file, first, here)
+            else:  # small neighbours share a block
+                if self._held[0] != first:
+                    self._held = first, torch.empty(last - first, dtype=torch.uint8)
+                    self._read_block(file, *self._held)
+                here.copy_(self._held[1][at - first : at - first + len(here)])
+            at = last
+
+    def _read_block(self, file: Any, first: int, block: Tensor) -> None:
+        read_into(file, first, block)
+        if f"{zlib.crc32(block.numpy().data):08x}" != self.checksums[first // self.block]:
+            self._held = -1, self._held[1]
+            text = f"{self.path.name} has other bytes than were written, from byte {first:,} on"
+            raise damaged(text, self.path)
 
 
 def read_into(file: Any, start: int, into: Tensor) -> None:

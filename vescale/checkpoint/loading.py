@@ -15,7 +15,7 @@ from .._errors import ArgumentError, CheckpointError, explain
 from ..spmd.dtensor import DTensor
 from ..spmd.mesh import Mesh
 from ..spmd.plan import Plan
-from .contents import Leaf, flatten, fresh, is_abstract, memory, misfit, restored
+from .contents import Leaf, check_paths, fresh, is_abstract, memory, misfit, restored
 from .storage import Reader
 from .together import Together, mesh_of
 
@@ -36,7 +36,7 @@ def load(tree: Any, path: str | os.PathLike, *, in_place: bool = False, mesh: Me
     was loaded: CheckpointError, naming tensor and file, for a file that is not as it was written or
     lacks a tensor, and for a tensor of another shape or dtype; ArgumentError for a leaf that can't be loaded.
     """
-    paths, leaves, spec = flatten(tree)
+    paths, leaves, spec = _tree.flatten_with_path(tree)
     mesh = mesh_of(leaves, mesh)
     ranks = Together(mesh, f"vs.checkpoint.load(.., {str(path)!r})")
     reader = Reader(path)
@@ -44,6 +44,7 @@ def load(tree: Any, path: str | os.PathLike, *, in_place: bool = False, mesh: Me
     forms: list[Tensor | None] = []
 
     def read() -> None:
+        check_paths(paths)
         metadata = reader.read_metadata()
         wanted = [Leaf.of(where, leaf) for where, leaf in zip(paths, leaves, strict=True)]
         _check(wanted, reader)

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,14 @@ class Entry:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def read(self, start: int, into: Tensor) -> None:
-        """Fill a contiguous tensor of this dtype with the elements from the flat index `start` on."""
+    def read(self, runs: Iterable[tuple[int, int]], into: Tensor) -> None:
+        """Fill a flat tensor of this dtype with runs of elements, start..stop each, end to end."""
+        at = 0
         with open(self.file, "rb", buffering=0) as file:
-            read_into(file, self.at + start * self.dtype.itemsize, into)
+            for start, stop in runs:
+                read_into(file, self.at + start * self.dtype.itemsize, into[at : at + stop - start])
+                at += stop - start
+        assert at == into.numel(), (self, at)
 
 
 def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> dict[Path, list[str]]:

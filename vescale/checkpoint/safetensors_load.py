@@ -122,10 +122,6 @@ def _fill(piece: Tensor, entry: Entry, layout: Layout, rank: int) -> None:
     """Read the runs of a file that are a rank's elements, in the order in which it holds them."""
     direct = piece.dtype == entry.dtype and piece.device.type == "cpu" and piece.is_contiguous()
     flat = piece.view(-1) if direct else torch.empty(piece.numel(), dtype=entry.dtype)
-    at = 0
-    for start, stop in layout.regions(rank):
-        entry.read(start, flat[at : at + stop - start])
-        at += stop - start
-    assert at == piece.numel(), (layout, rank)
+    entry.read(layout.regions(rank), flat)
     if not direct:
         piece.copy_(flat.view(piece.shape))

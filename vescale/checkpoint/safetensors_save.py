@@ -11,9 +11,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from .. import _tree
 from .._errors import ArgumentError, explain
 from ..spmd.dtensor import DTensor
-from .contents import Leaf, digests, flatten, holds_chosen, writes
+from .contents import Leaf, check_paths, digests, holds_chosen, writes
 from .files import as_bytes, sync, sync_directory
 from .safetensors_files import INDEX, NAMES, SINGLE, Rename, header_of, renamed
 from .saving import check_equal, check_values
@@ -39,7 +40,7 @@ def save_safetensors(
     for a leaf that is no tensor or of a dtype that the format lacks, CheckpointError for a file that can't
     be written.
     """
-    paths, leaves, _ = flatten(tree)
+    paths, leaves, _ = _tree.flatten_with_path(tree)
     mesh = mesh_of(leaves, None)
     ranks = Together(mesh, f"vs.checkpoint.save_safetensors(.., {str(path)!r})")
     root, first = Path(path), ranks.rank == 0
@@ -47,6 +48,7 @@ def save_safetensors(
     files: dict[Path, list[str]] = {}
 
     def examine() -> dict[str, str]:
+        check_paths(paths)
         named = dict(zip(paths, leaves, strict=True))
         for new, old in renamed(paths, rename).items():
             _check_tensor(old, named[old])
@@ -88,9 +90,13 @@ def save_safetensors(
 
     with torch.no_grad():
         check_equal(ranks.all("examine", examine), ranks.call)
-        ranks.all("begin", lambda: begin() if first else None)
-        ranks.all("write", write)
-        ranks.all("finish", lambda: finish() if first else None)
+        try:
+            ranks.all("begin", lambda: begin() if first else None)
+            ranks.all("write", write)
+            ranks.all("finish", lambda: finish() if first else None)
+        finally:
+            for file in files if first else ():  # those of a save that failed
+                _unfinished(file).unlink(missing_ok=True)
 
 
 def _groups(tensors: dict[str, Tensor], limit: int) -> list[list[str]]:

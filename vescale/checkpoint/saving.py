@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from .. import _tree
 from .._errors import ArgumentError, ConsistencyError, explain
 from ..spmd.dtensor import DTensor
 from ..spmd.mesh import Mesh
-from .contents import Leaf, digests, flatten, is_abstract, saved_form, writes
+from .contents import Leaf, check_paths, digests, is_abstract, saved_form, writes
 from .directories import begin, commit, partial, step_path
-from .storage import Writer, write_index
+from .storage import write_index, write_pieces
 from .together import Together, mesh_of
 
 
@@ -79,28 +79,27 @@ def async_save(
 def _start(
     tree: Any, root: str | os.PathLike, step: int | None, keep: int | None, mesh: Mesh | None, name: str
 ) -> Future[Path]:
-    paths, leaves, _ = flatten(tree)
-    path = Path(root).absolute() if step is None else step_path(Path(root).absolute(), step)
+    paths, leaves, _ = _tree.flatten_with_path(tree)
     mesh = mesh_of(leaves, mesh)
     ranks = Together(mesh, f"vs.checkpoint.{name}(.., {str(root)!r}, step={step})")
     told: list[Leaf] = []
+    forms: dict[str, Tensor] = {}
 
     def examine() -> dict[str, str]:
-        _check_keep(keep, step)
+        _check_step(step, keep)
+        check_paths(paths)
         told.extend(Leaf.of(where, leaf) for where, leaf in zip(paths, leaves, strict=True))
         for where, leaf in zip(paths, leaves, strict=True):
             check_values(where, leaf)
+        for where, leaf in zip(paths, leaves, strict=True):
+            form = saved_form(leaf)
+            if form is not None and writes(where, leaf, mesh):
+                forms[where] = _copy(form) if name == "async_save" else form
         return {} if ranks.size == 1 else digests(paths, leaves)
 
     check_equal(ranks.all("examine", examine), ranks.call)
-    forms = {
-        where: form
-        for where, leaf in zip(paths, leaves, strict=True)
-        if (form := saved_form(leaf)) is not None and writes(where, leaf, mesh)
-    }
-    if name == "async_save":
-        forms = {where: _copy(form) for where, form in forms.items()}
-    return _thread().submit(_write, forms, told, path, keep, ranks)
+    path = Path(root).absolute() if step is None else step_path(Path(root).absolute(), step)
+    return _thread(os.getpid()).submit(_write, forms, told, path, keep, ranks)
 
 
 def _write(
@@ -110,11 +109,7 @@ def _write(
     first = ranks.rank == 0
 
     def write() -> dict[str, str]:
-        writer = Writer(partial(path), ranks.rank)
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(forms))
-        writer.write_data(planner.create_local_plan(), planner)
-        return writer.record
+        return write_pieces(partial(path), ranks.rank, forms)
 
     def finish(files: list[dict[str, str]]) -> None:
         write_index(partial(path), leaves, files)
@@ -133,8 +128,9 @@ def _write(
 
 
 @cache
-def _thread() -> ThreadPoolExecutor:
-    # One: saves happen in the order of the calls, on every rank. Python waits for it at exit.
+def _thread(process: int) -> ThreadPoolExecutor:
+    # One: saves happen in the order of the calls, on every rank. Python waits for it at exit. A forked
+    # process has its own, for it inherits no thread.
     return ThreadPoolExecutor(1, thread_name_prefix="vescale-checkpoint")
 
 
@@ -146,16 +142,18 @@ def _copy(form: Tensor) -> Tensor:
     return form.to("cpu", copy=True)
 
 
-def _check_keep(keep: int | None, step: int | None) -> None:
-    if keep is not None and (step is None or not isinstance(keep, int) or keep < 1):
-        raise ArgumentError(
-            explain(
-                f"keep={keep!r}, step={step!r}",
-                where="vs.checkpoint.save",
-                rule="keep is how many of the steps of a directory remain, 1 or more",
-                remedy="save(tree, directory, step=step, keep=3)",
-            )
+def _check_step(step: Any, keep: Any) -> None:
+    whole = lambda value, least: type(value) is int and value >= least  # noqa: E731
+    if (step is None and keep is None) or (whole(step, 0) and (keep is None or whole(keep, 1))):
+        return
+    raise ArgumentError(
+        explain(
+            f"step={step!r}, keep={keep!r}",
+            where="vs.checkpoint.save",
+            rule="a step is a whole number, and keep how many steps of a directory remain, 1 or more",
+            remedy="save(tree, directory, step=step, keep=3)",
         )
+    )
 
 
 def check_values(path: str, leaf: Any) -> None:

@@ -1,8 +1,8 @@
 """Our files as a storage of torch's distributed checkpoint (DCP).
 
 DCP's planners ask tensors what they hold (the protocol of `vs.DTensor`) and decide which part of which saved
-box goes where; these two classes write and read. `Reader` is public: a program that has DCP and not our
-`load` reads a checkpoint with it, into tensors of torch's own.
+box goes where; what is here writes and reads. `Reader` is public: a program that has DCP and not our `load`
+reads a checkpoint with it, into tensors of torch's own.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import io
 import math
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,74 +31,43 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
     ReadItem,
-    SavePlan,
-    SavePlanner,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from .._errors import CheckpointError, explain
 from ..spmd.regions import strides
-from .contents import Leaf
+from .contents import Leaf, misfit
 from .directories import existing
-from .files import BLOCK, DataFile, DataWriter, Piece, damaged, read_lines, write_lines
+from .files import BLOCK, DataFile, DataWriter, Piece, as_bytes, damaged, read_lines, write_lines
 
 FORMAT, VERSION, INDEX = "vescale checkpoint", 1, "index.jsonl"
 
 
-class Writer(StorageWriter):
-    """Writes the data file of one rank, and its lines; `write_index` is for the rank that ends the save."""
+def write_pieces(path: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Write what this process holds of tensors, by path; on disk when this returns.
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self.path, self.name = path, f"{rank:05d}"
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Nothing is kept between saves."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to set up."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are."""
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the pieces of a plan, on disk when this returns."""
-        items = sorted(plan.items, key=lambda item: (item.index.fqn, tuple(item.index.offset or ())))
-        lines: dict[str, list[Any]] = {}
-        results = []
-        with open(self.path / f"{self.name}.bin", "wb") as file:
-            data = DataWriter(file)
-            for item in items:
-                value = planner.resolve_data(item)
-                assert isinstance(value, torch.Tensor), item
-                assert item.tensor_data is not None, item
-                chunk = item.tensor_data.chunk
-                at = data.write(value)
-                lines.setdefault(item.index.fqn, []).append([[*chunk.offsets], [*chunk.sizes], at])
-                results.append(WriteResult(item.index, data.bytes - at, at))
-            data.finish()
-        head = {"file": f"{self.name}.bin", "bytes": data.bytes, "block": BLOCK, "crc32": data.checksums}
-        told = [{"path": path, "pieces": pieces} for path, pieces in lines.items()]
-        checksum = write_lines(self.path / f"{self.name}.jsonl", [head, *told])
-        #: What the index says of this file.
-        self.record = {"file": f"{self.name}.jsonl", "crc32": checksum}
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Our index is not made of what DCP collects: see `write_index`."""
-        raise NotImplementedError("vs.checkpoint.save writes the index")
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """A checkpoint is a directory."""
-        return True
+    The result is what the index says of the file.
+    """
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors))
+    items = planner.create_local_plan().items
+    items.sort(key=lambda item: (item.index.fqn, tuple(item.index.offset or ())))
+    lines: dict[str, list[Any]] = {}
+    name = f"{rank:05d}.bin"
+    with open(path / name, "wb") as file:
+        data = DataWriter(file)
+        for item in items:
+            value, told = planner.resolve_data(item), item.tensor_data
+            assert isinstance(value, torch.Tensor), item
+            assert told is not None, item
+            at = data.write(value)
+            lines.setdefault(item.index.fqn, []).append([[*told.chunk.offsets], [*told.chunk.sizes], at])
+        data.finish()
+    head = {"file": name, "bytes": data.bytes, "block": BLOCK, "crc32": data.checksums}
+    tail = [{"path": where, "pieces": pieces} for where, pieces in lines.items()]
+    checksum = write_lines(path / f"{rank:05d}.jsonl", [head, *tail])
+    return {"file": f"{rank:05d}.jsonl", "crc32": checksum}
 
 
 def write_index(path: Path, leaves: list[Leaf], files: list[dict[str, str]]) -> None:
@@ -152,7 +124,7 @@ class Reader(StorageReader):
         for entry in head["files"]:
             first, *tensors = read_lines(path / entry["file"], entry["crc32"])
             name = first["file"]
-            self._files[name] = DataFile(path / name, first["bytes"], first["crc32"])
+            self._files[name] = DataFile(path / name, first["bytes"], first["block"], first["crc32"])
             for line in tensors:
                 for offsets, sizes, at in line["pieces"]:
                     piece = Piece(name, tuple(offsets), tuple(sizes), at)
@@ -183,8 +155,8 @@ class Reader(StorageReader):
                 stream.seek(0)
                 planner.load_bytes(item, stream)
             else:
-                into = planner.resolve_tensor(item)
-                into.copy_(self._read(item))
+                into = planner.resolve_tensor(item).detach()
+                self._read(item, into)
                 planner.commit_tensor(item, into)
         done: Future[None] = Future()
         done.set_result(None)
@@ -194,7 +166,7 @@ class Reader(StorageReader):
         """Read all that a plan wants and keep nothing: CheckpointError where `read_data` would raise it."""
         for item in self._in_order(plan):
             if item.type is LoadItemType.TENSOR:
-                self._read(item)
+                self._read(item, None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
@@ -208,23 +180,34 @@ class Reader(StorageReader):
 
         return sorted(plan.items, key=place)
 
-    def _read(self, item: ReadItem) -> torch.Tensor:
-        """A box inside a saved piece: only the run of bytes from its first to its last element is read."""
-        path = item.storage_index.fqn
+    def _read(self, item: ReadItem, into: torch.Tensor | None) -> None:
+        """A box inside a saved piece: the run of bytes from its first to its last element is read."""
+        path, sizes = item.storage_index.fqn, tuple(item.lengths)
         piece, dtype = self._pieces[item.storage_index], self.leaves[path].dtype
         assert dtype is not None
-        steps = strides(piece.sizes)
-        offset, sizes = tuple(item.storage_offsets), tuple(item.lengths)
-        first = sum(at * step for at, step in zip(offset, steps, strict=True))
-        last = first + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
         if not math.prod(sizes):
-            return torch.empty(sizes, dtype=dtype)
+            return
+        if into is not None and into.dtype != dtype:
+            raise CheckpointError(
+                explain(
+                    misfit(replace(self.leaves[path], dtype=into.dtype), self.leaves),
+                    where=self.path,
+                    rule="what is read has the dtype that was saved",
+                    remedy="load it as it is, and cast afterwards",
+                )
+            )
+        steps = strides(piece.sizes)
+        first = sum(at * step for at, step in zip(item.storage_offsets, steps, strict=True))
+        count = 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+        direct = into is not None and count == math.prod(sizes) and into.is_contiguous() and into.is_cpu
+        run = into if direct else torch.empty(count, dtype=dtype)
+        assert run is not None
         try:
-            start, stop = (piece.at + place * dtype.itemsize for place in (first, last + 1))
-            data = self._files[piece.file].read(start, stop)
+            self._files[piece.file].read(piece.at + first * dtype.itemsize, as_bytes(run))
         except CheckpointError as error:
             raise CheckpointError(f"tensor {path!r}\n{error}") from None
-        return data.view(dtype).as_strided(sizes, steps)
+        if into is not None and not direct:
+            into.copy_(run.as_strided(sizes, steps))
 
 
 def _described(leaf: Leaf, boxes: list[ChunkStorageMetadata]) -> Any:
