@@ -250,8 +250,8 @@ class Stepwise:
         if isinstance(step, (Compute, Draw)):
             node = self._nodes.get(id(step.node))
         elif isinstance(step, Map):
-            (source,) = {self.partitioned.values[number].source for number in results(step)[:1]}
-            node = self._makers.get(source)
+            made = [self.partitioned.values[number].source for number in results(step)]
+            node = self._makers.get(made[0]) if made else None
         return Observation(
             index,
             step,
