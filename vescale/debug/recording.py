@@ -87,6 +87,15 @@ class Program:
             if value["recorded"]
         ]
 
+    def identity(self, at: int) -> tuple[Any, ...]:
+        """What tells an instruction from the others: ranks may run other ones inside a mapped function."""
+        return tuple(self.instructions[at][name] for name in ("step", "inner", "op", "line"))
+
+    @cached_property
+    def named(self) -> dict[tuple[Any, ...], int]:
+        """The instructions by identity."""
+        return {self.identity(at): at for at in range(len(self.instructions))}
+
     @cached_property
     def makers(self) -> dict[int, Place]:
         """The instruction that makes each value of the program."""
@@ -246,9 +255,12 @@ def read(directory: str | Path) -> Run:
             if number == len(calls):
                 calls.append(Call(line["program"], line["generators"]))
             call, program = calls[number], own[line["program"]]
+            known = programs[line["program"]].named
             for name, into in (("fingerprints", call.marks), ("statistics", call.figures)):
                 for place, row in zip(program.places, line.get(name, ())):
-                    into.setdefault(place, {}).update(zip(program.value(place)["ranks"], row))
+                    at = known.get(program.identity(place[0]))
+                    if at is not None:
+                        into.setdefault((at, place[1]), {}).update(zip(program.value(place)["ranks"], row))
     return Run(where, programs, calls)
 
 
