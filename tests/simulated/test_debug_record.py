@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vescale as vs
-from tests.toy import WRAP, loss_fn, make_batch, make_params
+from tests.toy import WRAP, loss_fn, make_batch, make_params, train_step
 from vescale import _tree
 from vescale._errors import ArgumentError
 from vescale.debug.fingerprint import fingerprint
@@ -67,33 +67,17 @@ def test_bits_count_not_values():
 
 # Whole train steps.
 
-SQUARE = {"dp": 2, "tp": 2}
 COLUMNS = {r".*\.w": P(tp=Shard(1)), r".*\.b": P(tp=Shard(0))}
 PLANS = {
-    "dp": ({"dp": 2}, {}, None),
-    "tp": (SQUARE, COLUMNS, None),
+    "dp": ({"dp": 2},),
+    "tp": ({"dp": 2, "tp": 2}, COLUMNS),
     "fsdp": ({"dp": 2}, {}, vs.FSDP("dp", WRAP)),
 }
 
 
-def train_step(name):
-    """A train step of the toy model, and its arguments."""
-    axes, rules, fsdp = PLANS[name]
-    plan = vs.Plan(vs.make_mesh(axes, backend="simulated"), rules, {"batch": P(dp=Shard(0))}, fsdp=fsdp)
-    opt = vs.optim.adamw(1e-2)
-
-    def step(params, state, batch):
-        loss, gradients = vs.value_and_grad(loss_fn)(params, batch)
-        updates, state = opt.update(gradients, state, params)
-        return vs.optim.apply_updates(params, updates), state, loss
-
-    params = vs.distribute(make_params(), plan)
-    return vs.parallelize(step, plan, donate=("params", "state")), params, opt.init(params), make_batch()
-
-
 def recorded(name, directory, calls=2, plant=None, **options):
     """Some calls of a recorded train step; `plant(a weight)` before the last."""
-    step, params, state, rows = train_step(name)
+    step, (params, state, rows) = train_step(*PLANS[name])
     step = vs.debug.record(step, directory, **options)
     for call in range(calls):
         if plant is not None and call == calls - 1:
@@ -104,7 +88,7 @@ def recorded(name, directory, calls=2, plant=None, **options):
 
 
 def test_a_recorded_step_is_the_step(tmp_path):
-    step, params, state, rows = train_step("fsdp")
+    step, (params, state, rows) = train_step(*PLANS["fsdp"])
     expected, _, loss = step(params, state, rows)
     found, recorded_loss = recorded("fsdp", tmp_path, calls=1)
     assert torch.equal(recorded_loss.full_tensor(), loss.full_tensor())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vescale as vs
-from tests.toy import WRAP, loss_fn, make_batch, make_params
+from tests.toy import WRAP, train_step
 from vescale import _tree
 from vescale._errors import ArgumentError
 from vescale.spmd.placements import P, Shard
@@ -16,23 +16,12 @@ from vescale.spmd.placements import P, Shard
 @pytest.fixture(scope="module")
 def found():
     """The timeline of a train step with donated state, FSDP, on two ranks."""
-    mesh = vs.make_mesh({"dp": 2}, backend="simulated")
-    plan = vs.Plan(mesh, inputs={"batch": P(dp=Shard(0))}, fsdp=vs.FSDP("dp", WRAP))
-    opt = vs.optim.adamw(1e-2)
-
-    def step(params, state, batch):
-        loss, gradients = vs.value_and_grad(loss_fn)(params, batch)
-        updates, state = opt.update(gradients, state, params)
-        return vs.optim.apply_updates(params, updates), state, loss
-
-    params = vs.distribute(make_params(), plan)
+    step, (params, state, batch) = train_step({"dp": 2}, {}, vs.FSDP("dp", WRAP))
     before = [leaf.full_tensor().clone() for leaf in _tree.leaves(params)]
-    step = vs.parallelize(step, plan, donate=("params", "state"))
-    state = opt.init(params)
-    timeline = vs.debug.timeline(step, params, state, make_batch())
+    timeline = vs.debug.timeline(step, params, state, batch)
     after = [leaf.full_tensor() for leaf in _tree.leaves(params)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    return timeline, step.lower(params, state, make_batch())
+    return timeline, step.lower(params, state, batch)
 
 
 def test_each_rank_does_one_thing_after_the_other(found):

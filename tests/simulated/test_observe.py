@@ -4,36 +4,38 @@ import pytest
 import torch
 
 import vescale as vs
-from tests.gpt import TP, batch, make_model, parameters, ragged, train_step
+from tests.gpt import TP, batch, make_model, parameters, train_step as gpt_step
+from tests.toy import WRAP, train_step
 from vescale import _tree
 from vescale._errors import ArgumentError
 from vescale.spmd.observe import observe, observe_plainly, same_bits
 from vescale.spmd.placements import P, RaggedShard, Shard
+from vescale.spmd.plan import Staged
 from vescale.spmd.program.partition import Map, Move
 
+CUT = RaggedShard((0,), (2, 1))
+AT_REST = {r"blocks.*w": Staged(init=P(dp=CUT), run=P())}
 PLANS = {
-    "dp": ({"dp": 2}, {}, None),
-    "tp": ({"dp": 2, "tp": 2}, TP, None),
-    "ragged": ({"dp": 2}, ragged({}, RaggedShard((0,), (3, 5))), None),
-    "fsdp": ({"dp": 2}, {}, vs.FSDP(axis="dp", wrap=r"blocks\.\d+")),
+    "dp": ({"dp": 2},),
+    "ragged": ({"dp": 2}, AT_REST),
+    "fsdp": ({"dp": 2}, {}, vs.FSDP("dp", WRAP)),
+    "fsdp-tp": ({"dp": 2, "tp": 2}, {r"blocks.*w": P(tp=Shard(1))}, vs.FSDP("dp", WRAP)),
 }
 
 
-def gpt(name):
-    """A train step of the small GPT under a plan, its arguments, and a mesh."""
-    axes, rules, fsdp = PLANS[name]
-    mesh = vs.make_mesh(axes, backend="simulated")
+def gpt():
+    """A train step of the small GPT, tensor parallel, and its arguments."""
     model, opt = make_model(torch.float64), vs.optim.adamw(1e-3)
-    plan = vs.Plan(mesh, rules, {"batch": P(dp=Shard(0))}, fsdp=fsdp)
-    step = vs.parallelize(train_step(model, opt), plan, donate=("params", "opt_state"))
+    plan = vs.Plan(vs.make_mesh({"tp": 2}, backend="simulated"), TP)
+    step = vs.parallelize(gpt_step(model, opt), plan, donate=("params", "opt_state"))
     params = vs.distribute(parameters(model), plan)
     return step, (params, opt.init(params), batch())
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["gpt", *PLANS])
 def test_a_train_step(name):
     """The results of the call; every value within rounding of plain torch's; every replica alike."""
-    step, args = gpt(name)
+    step, args = gpt() if name == "gpt" else train_step(*PLANS[name])
     plain, seen = {}, {}
     expected = observe_plainly(step, args, {}, lambda node: plain.update(node.results))
 

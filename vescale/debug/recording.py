@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -60,6 +61,9 @@ class Program:
     head: dict[str, Any]
     nodes: list[dict[str, Any]]
     instructions: list[dict[str, Any]]
+    known_holders: dict[frozenset[str], dict[int, int]] = field(
+        default_factory=dict
+    )  # by the axes that split
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -82,6 +86,15 @@ class Program:
             for which, value in enumerate(instruction["results"])
             if value["recorded"]
         ]
+
+    def identity(self, at: int) -> tuple[Any, ...]:
+        """What tells an instruction from the others: ranks may run other ones inside a mapped function."""
+        return tuple(self.instructions[at][name] for name in ("step", "inner", "op", "line"))
+
+    @cached_property
+    def named(self) -> dict[tuple[Any, ...], int]:
+        """The instructions by identity."""
+        return {self.identity(at): at for at in range(len(self.instructions))}
 
     @cached_property
     def makers(self) -> dict[int, Place]:
@@ -168,11 +181,11 @@ class Program:
         value = self.value(place)
         if value["split"] is None or value["pending"]:
             return {}
-        size = 1
-        for length in self.mesh.values():
-            size *= length
-        split = set(value["split"])
-        return {rank: first_of(self.mesh, split, rank) for rank in range(size)}
+        split = frozenset(value["split"])
+        if split not in self.known_holders:
+            ranks = range(math.prod(self.mesh.values()))
+            self.known_holders[split] = {rank: first_of(self.mesh, set(split), rank) for rank in ranks}
+        return self.known_holders[split]
 
 
 @dataclass
@@ -195,7 +208,7 @@ class Run:
 
     def whole(self, call: Call, place: Place) -> str | None:
         """The fingerprint of a global value; None where it is pending, or a rank's part is not there."""
-        holders, marks = self.programs[call.program].holders(place), call.marks[place]
+        holders, marks = self.programs[call.program].holders(place), call.marks.get(place, {})
         owners = set(holders.values())
         if not owners or not owners <= set(marks):
             return None
@@ -212,7 +225,7 @@ class Run:
 
     def strays(self, call: Call, place: Place) -> tuple[int, ...]:
         """The ranks that hold other bits than the first rank that holds the same part."""
-        marks = call.marks[place]
+        marks = call.marks.get(place, {})
         holders = self.programs[call.program].holders(place)
         return tuple(
             rank
@@ -242,9 +255,12 @@ def read(directory: str | Path) -> Run:
             if number == len(calls):
                 calls.append(Call(line["program"], line["generators"]))
             call, program = calls[number], own[line["program"]]
+            known = programs[line["program"]].named
             for name, into in (("fingerprints", call.marks), ("statistics", call.figures)):
                 for place, row in zip(program.places, line.get(name, ())):
-                    into.setdefault(place, {}).update(zip(program.value(place)["ranks"], row))
+                    at = known.get(program.identity(place[0]))
+                    if at is not None:
+                        into.setdefault((at, place[1]), {}).update(zip(program.value(place)["ranks"], row))
     return Run(where, programs, calls)
 
 

@@ -143,15 +143,15 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 def timeline(step: Any, *args: Any, repeats: int = 3, rates: Rates | None = None, **kwargs: Any) -> Timeline:
     """When each instruction of `step(*args, **kwargs)` begins and ends: the program with all its passes.
 
-    The call is made once to warm up and then `repeats` times; the quickest run is shown. Nothing is donated:
-    what the program overwrites is copied before, outside of the measurement. Generators move as in one call.
+    The call is made once to warm up and then `repeats` times. Nothing is donated: what the program overwrites
+    is copied before, outside of the measurement. Generators move as in one call.
 
-    * In processes each rank reads its own clock, set when all are ready to start. A collective lasts from
-      when the rank comes to it until it goes on, waiting for others included. Every rank makes this call,
-      and all get all spans.
-    * Simulated ranks take turns on one device, so each has a clock of its own: an instruction takes as long
-      as it took, a collective begins when the last rank has come to it, and takes its share of the time that
-      it took for all ranks. There is no network in it.
+    * In processes the quickest run is shown. Each rank reads its own clock, set when all are ready to start.
+      A collective lasts from when the rank comes to it until it goes on, waiting for others included. Every
+      rank makes this call, and all get all spans.
+    * Simulated ranks take turns on one device, so each has a clock of its own: an instruction takes the
+      shortest time that it took, a collective begins when the last rank has come to it, and takes its share
+      of the time that it took for all ranks. There is no network in it.
 
     `rates` are for the modelled timeline, one instruction after the other. On cpu only: kernels of other
     devices run later than they are called. Raises ArgumentError there, and for a step that is no program.
@@ -168,7 +168,7 @@ def timeline(step: Any, *args: Any, repeats: int = 3, rates: Rates | None = None
         )
     measured = _Measured(entry, mesh)
     inputs = step._enter(entry.decision, leaves, hidden)
-    runs: list[list[Span]] = []
+    runs: list[list[_Times]] = []
     with drawing(entry, leaves):
         sources = [source.find() for source in entry.decision.sources]
         states = [generator.get_state() for generator in sources]
@@ -179,18 +179,33 @@ def timeline(step: Any, *args: Any, repeats: int = 3, rates: Rates | None = None
             if not mesh.is_simulated and mesh.local_ranks:
                 exchange(mesh, "vs.debug.timeline", None)
             runs.append(measured.run(own))
-    totals = [max((span.end for span in spans), default=0.0) for spans in runs[1:]]
-    if not mesh.is_simulated and mesh.local_ranks:
-        told = exchange(mesh, "vs.debug.timeline", totals)
-        totals = [max(each) for each in zip(*told)]
-    best = runs[1 + totals.index(min(totals))]
-    if not mesh.is_simulated and mesh.local_ranks:
-        told = exchange(mesh, "vs.debug.timeline", [asdict(span) for span in best])
-        best = [Span(**fields) for record in told for fields in record]
+    if mesh.is_simulated:
+        spans = measured.in_turn([_shortest(each) for each in zip(*runs[1:])])
+    else:
+        spans = _quickest(mesh, [measured.spans(run) for run in runs[1:]])
     rates = rates or Rates()
     modelled = [span for rank in mesh.local_ranks for span in _modelled(measured.events[rank], rank, rates)]
     clock = "simulated ranks, a clock each" if mesh.is_simulated else "processes, by their own clocks"
-    return Timeline(str(mesh.abstract), tuple(best), tuple(modelled), rates, clock)
+    return Timeline(str(mesh.abstract), tuple(spans), tuple(modelled), rates, clock)
+
+
+_Times = list[tuple[float, float]]  # of the instructions of a rank: seconds from the start, and seconds
+
+
+def _shortest(runs: Sequence[_Times]) -> _Times:
+    """The instructions of a rank, each as long as it took when it took the shortest."""
+    return [min(each, key=lambda times: times[1]) for each in zip(*runs)]
+
+
+def _quickest(mesh: Mesh, runs: Sequence[list[Span]]) -> list[Span]:
+    """The run whose last rank was done first: the spans of all ranks."""
+    if not mesh.local_ranks:
+        return []
+    ends = [max((span.end for span in spans), default=0.0) for spans in runs]
+    slowest = [max(each) for each in zip(*exchange(mesh, "vs.debug.timeline", ends))]
+    best = runs[slowest.index(min(slowest))]
+    told = exchange(mesh, "vs.debug.timeline", [asdict(span) for span in best])
+    return [Span(**fields) for record in told for fields in record]
 
 
 class _Measured:
@@ -215,61 +230,67 @@ class _Measured:
         }
         self.dead = {rank: _dead_after(made) for rank, made in self.listings.items()}
 
-    def run(self, inputs: Sequence[list[Tensor]]) -> list[Span]:
-        """The spans of one run, by rank and in order. The lists are emptied."""
+    def run(self, inputs: Sequence[list[Tensor]]) -> list[_Times]:
+        """When each instruction of each rank began, and how long it took. The lists are emptied."""
         values: dict[int, dict[Any, Any]] = {}
         for (rank, made), own in zip(self.listings.items(), inputs, strict=True):
             values[rank] = dict(zip(made.inputs, own, strict=True))
             own.clear()
-        spans: dict[int, list[Span]] = {rank: [] for rank in self.listings}
-        positions = dict.fromkeys(self.listings, 0)
+        times: dict[int, _Times] = {rank: [] for rank in self.listings}
         zero = time.perf_counter()
-        clocks = dict.fromkeys(self.listings, 0.0)
-        for number in range(len(self.exchanges) + 1):
+        for meeting in (*self.exchanges, None):
             for rank, made in self.listings.items():
-                while positions[rank] < len(made.instructions):
-                    instruction = made.instructions[positions[rank]]
-                    if isinstance(instruction, EXCHANGES):
+                while (at := len(times[rank])) < len(made.instructions):
+                    instruction = made.instructions[at]
+                    if not isinstance(instruction, Call):
                         break
-                    assert isinstance(instruction, Call)
                     begin = time.perf_counter()
                     with below_autograd():
                         call(instruction, values[rank])
-                    took = time.perf_counter() - begin
-                    at = clocks[rank] if self.mesh.is_simulated else begin - zero
-                    spans[rank].append(self.span(rank, positions[rank], at, took))
-                    clocks[rank] = at + took
-                    self.done(rank, positions, values[rank])
-            if number < len(self.exchanges):
-                self.meet(number, positions, values, spans, clocks, zero)
+                    times[rank].append((begin - zero, time.perf_counter() - begin))
+                    self.drop(rank, at, values[rank])
+            if meeting is not None:
+                at_exchange = {rank: len(own) for rank, own in times.items()}
+                instructions = [self.listings[rank].instructions[at] for rank, at in at_exchange.items()]
+                begin = time.perf_counter()
+                together(meeting, instructions, list(values.values()))
+                took = time.perf_counter() - begin
+                for rank, at in at_exchange.items():
+                    times[rank].append((begin - zero, took))
+                    self.drop(rank, at, values[rank])
+        return list(times.values())
+
+    def spans(self, times: Sequence[_Times]) -> list[Span]:
+        """The spans of a run, at the times at which they were."""
+        return [
+            self.span(rank, at, start, seconds)
+            for rank, own in zip(self.listings, times)
+            for at, (start, seconds) in enumerate(own)
+        ]
+
+    def in_turn(self, times: Sequence[_Times]) -> list[Span]:
+        """The spans of ranks that took turns, as if each had run by itself up to the next exchange."""
+        spans: dict[int, list[Span]] = {rank: [] for rank in self.listings}
+        clocks = dict.fromkeys(self.listings, 0.0)
+
+        def add(rank: int, start: float, seconds: float) -> None:
+            spans[rank].append(self.span(rank, len(spans[rank]), start, seconds))
+            clocks[rank] = start + seconds
+
+        for meeting in (*self.exchanges, None):
+            for (rank, made), own in zip(self.listings.items(), times):
+                while (at := len(spans[rank])) < len(own) and isinstance(made.instructions[at], Call):
+                    add(rank, clocks[rank], own[at][1])
+            if meeting is not None:
+                start = max(clocks.values())
+                for rank, own in zip(self.listings, times):
+                    add(rank, start, own[len(spans[rank])][1] / len(times))
         return [span for own in spans.values() for span in own]
 
-    def meet(
-        self,
-        number: int,
-        positions: dict[int, int],
-        values: dict[int, dict[Any, Any]],
-        spans: dict[int, list[Span]],
-        clocks: dict[int, float],
-        zero: float,
-    ) -> None:
-        """One exchange, of all hosted ranks."""
-        instructions = [made.instructions[positions[rank]] for rank, made in self.listings.items()]
-        begin = time.perf_counter()
-        together(self.exchanges[number], instructions, list(values.values()))
-        took = time.perf_counter() - begin
-        at = begin - zero
-        if self.mesh.is_simulated:
-            took, at = took / len(values), max(clocks.values())
-        for rank in self.listings:
-            spans[rank].append(self.span(rank, positions[rank], at, took))
-            clocks[rank] = at + took
-            self.done(rank, positions, values[rank])
-
-    def done(self, rank: int, positions: dict[int, int], values: dict[Any, Any]) -> None:
-        for number in self.dead[rank][positions[rank]]:
+    def drop(self, rank: int, at: int, values: dict[Any, Any]) -> None:
+        """Let go of the values that the instruction was the last to read."""
+        for number in self.dead[rank][at]:
             values.pop(number, None)
-        positions[rank] += 1
 
     def span(self, rank: int, position: int, start: float, seconds: float) -> Span:
         instruction = self.listings[rank].instructions[position]

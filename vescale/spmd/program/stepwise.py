@@ -40,9 +40,9 @@ from .replay import name_of
 class Value:
     """A value of a program, as the ranks that are hosted here hold it.
 
-    `source` is the value of the traced graph that it is, None for what passes put in (a bucket's buffer).
-    `layout` is None inside a mapped function, where values are local. `is_filling`: not all of it is written
-    yet; what is not has any bits.
+    `source` is the value of the traced graph that it is, None for what was put in. `layout` is None where
+    values are local and no part of a global one: inside a mapped function, and of a bucket's buffer.
+    `is_filling`: not all of it is written yet; what is not has any bits.
     """
 
     number: int
@@ -57,13 +57,13 @@ class Value:
     def whole(self) -> Tensor:
         """The global value, with pending reductions done. In processes every rank makes this call.
 
-        Raises ArgumentError for a value inside a mapped function, which has none.
+        Raises ArgumentError for a local value, which has none.
         """
         if self.layout is None:
             raise ArgumentError(
                 explain(
                     f"the whole of v{self.number}",
-                    rule="a value inside shard_map is local: each rank has its own",
+                    rule="inside shard_map, and in a bucket's buffer, each rank has its own",
                     remedy="look at `locals`",
                 )
             )
@@ -250,8 +250,8 @@ class Stepwise:
         if isinstance(step, (Compute, Draw)):
             node = self._nodes.get(id(step.node))
         elif isinstance(step, Map):
-            (source,) = {self.partitioned.values[number].source for number in results(step)[:1]}
-            node = self._makers.get(source)
+            made = [self.partitioned.values[number].source for number in results(step)]
+            node = self._makers.get(made[0]) if made else None
         return Observation(
             index,
             step,
@@ -272,7 +272,10 @@ class Stepwise:
             source = value.source if value.source is not None and value.source < known else None
             name = self.partitioned.facts.names.get(number, "")
             filling = number in self._filling
-            found.append(Value(number, value.meta, value.layout, locals, self.mesh, source, name, filling))
+            meta, layout = value.meta, value.layout
+            if value.source is None and locals:
+                meta, layout = TensorMeta.of(next(iter(locals.values()))), None
+            found.append(Value(number, meta, layout, locals, self.mesh, source, name, filling))
         return tuple(found)
 
     def _inside(
