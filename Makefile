@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test slow lint format bench conformance coverage clean
+.PHONY: demo test slow lint format bench conformance coverage consistency clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -46,6 +46,9 @@ conformance: $(STAMP)
 
 coverage: $(STAMP)
 	$(BIN)/python -m docs.make_op_coverage
+
+consistency: $(STAMP)
+	$(BIN)/python -m docs.make_consistency
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ from vescale.spmd.placements import P, Shard
 from vescale.spmd.program import dispatch, draw, emit, passes, program
 from vescale.spmd.program.cache import ProgramCache
 from vescale.spmd.program.emit import Call
-from vescale.spmd.program.partition import Compute, Move
+from vescale.spmd.program.partition import Compute, Local, Move
 from vescale.spmd.program.passes import Pass, registry
 from vescale.spmd.reduction import Reduction
 from vescale.spmd.rules import notation, random
@@ -41,9 +41,11 @@ class Fault:
     mesh: tuple[tuple[str, int], ...] = (("dp", 2), ("tp", 2))
     options: tuple[tuple[str, Any], ...] = (("static", [True]),)
     line: bool = True  # whether it has a source line
+    fsdp: vs.FSDP | None = None
 
     def plan(self) -> vs.Plan:
-        return vs.Plan(vs.make_mesh(dict(self.mesh), backend="simulated"), inputs=self.placed)
+        mesh = vs.make_mesh(dict(self.mesh), backend="simulated")
+        return vs.Plan(mesh, inputs=self.placed, fsdp=self.fsdp)
 
 
 FAULTS: list[Fault] = []
@@ -322,6 +324,35 @@ def two_gathers_that_are_taken_for_one(monkeypatch):
 
     added = [*registry._passes["decisions"], Pass("planted", passes.DECISIONS, run, rewrites=True)]
     monkeypatch.setitem(registry._passes, "decisions", added)
+
+
+# Buckets.
+
+
+def two_layers(params, x):
+    loss, gradients = vs.value_and_grad(lambda p: ((x @ p["a.w"]) @ p["a.v"]).sum())(params)
+    return {name: params[name] - gradients[name] for name in params}, loss
+
+
+BUCKET = {"mesh": (("dp", 2),), "fsdp": vs.FSDP(axis="dp", wrap="a")}
+LAYERS = [{"a.w": whole(4, 4), "a.v": whole(4, 2)}, whole(8, 4)]
+
+
+@fault(two_layers, LAYERS, ROWS, "parameters of a", **BUCKET)
+def a_view_at_a_wrong_address_of_a_buffer(monkeypatch):
+    def edit(step, data):
+        if isinstance(step, Local) and step.name == "parameters of a":
+            make = step.make
+            moved = lambda rank: lambda *buffers: make(rank)(*(b.roll(1) for b in buffers))  # noqa: E731
+            return [replace(step, make=moved)]
+        return [step]
+
+    decisions(monkeypatch, edit)
+
+
+@fault(two_layers, LAYERS, ROWS, "gradients at rest of a", **BUCKET)
+def a_bucket_of_gradients_that_is_scattered_to_the_wrong_ranks(monkeypatch):
+    exchanges(monkeypatch, "reduce_scatter", lambda run, values, step: run(values)[::-1])
 
 
 # Draws.

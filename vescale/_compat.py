@@ -53,6 +53,11 @@ def below_autograd() -> AbstractContextManager[Any]:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def plain_dispatch() -> AbstractContextManager[Any]:
+    """2.11 - 2.13. Ops on a wrapper subclass change the wrapper itself: its sizes, as `squeeze_` does."""
+    return torch._C._DisableTorchDispatch()
+
+
 def is_mutable(op: Any) -> bool:
     """2.11 - 2.13. Whether an overload writes to an argument; the schema has no public reader."""
     return op._schema.is_mutable

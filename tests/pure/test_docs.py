@@ -27,6 +27,7 @@ PAGES = [
     "docs/plans.md",
     "docs/programs.md",
     "docs/rng.md",
+    "docs/testing.md",
 ]
 MODULES = ["vescale"] + [m.name for m in pkgutil.walk_packages(vescale.__path__, "vescale.")]
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import vescale as vs
-from tests.faults import FAULTS, aten, noisy, rules
+from tests.faults import FAULTS, aten, noisy, rules, whole
 from vescale._errors import ArgumentError
 from vescale.spmd.placements import P, Shard
 from vescale.spmd.program import draw, passes, program
@@ -237,3 +237,20 @@ def test_what_is_drawn_is_legal(data):
     plan = data.draw(strategies.plans(mesh, params={"a.b": shape}, inputs={"x": shape}))
     resolved = plan.resolve({"a.b": torch.empty(shape)})
     assert resolved[0].rest.shape == shape
+
+
+def test_a_mapped_function_inside_is_compared():
+    plan = plan_of(dp=2)
+
+    @vs.shard_map(mesh=plan.mesh, in_specs=(P(dp=Shard(0)), P()), out_specs=P())
+    def loss(x, w):
+        return vs.psum((x @ w).sum(), "dp")
+
+    def step(params, x):
+        value, gradients = vs.value_and_grad(lambda params: loss(x * 2, params["w"]))(params)
+        return {"w": params["w"] - gradients["w"]}, value
+
+    args = [{"w": whole(4, 2)}, whole(8, 4)]
+    found = vs.testing.assert_consistent(step, args, plan, steps=2)
+    assert found.differing == 0
+    assert found.compared == 8

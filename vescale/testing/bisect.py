@@ -164,6 +164,8 @@ class _Static:
         for place, value in enumerate(seen.results):
             if value.is_filling or value.layout is None:
                 continue
+            if self.partitioned.values[value.number].source is None and value.number not in self.keys:
+                continue  # a buffer: memory of a rank's, and no value of the function's
             self.locals[value.number] = {rank: local.clone() for rank, local in value.locals.items()}
             self.check_form(seen, value)
             self.check_value(seen, place, value)

@@ -22,8 +22,8 @@ ELEMENTWISE = _names(
     """
     abs acos acosh add addcdiv addcmul angle asin asinh atan bitwise_and bitwise_not bitwise_or
     bitwise_xor ceil clamp clamp_max clamp_min clone copysign cos deg2rad digamma div eq erf erfc erfinv
-    exp expm1 floor fmax fmin fmod frac ge gt hardshrink hardsigmoid hardtanh heaviside hypot isfinite
-    isinf isnan isneginf isposinf le leaky_relu lerp lgamma log log10 log1p log2 logical_and logical_not
+    exp expm1 floor fmax fmin fmod frac ge gt hardshrink hardsigmoid hardtanh heaviside isfinite isinf
+    isnan isneginf isposinf le leaky_relu lerp lgamma log log10 log1p log2 logical_and logical_not
     logical_or logical_xor logit lt masked_fill maximum minimum mul nan_to_num ne neg reciprocal relu
     relu6 remainder round rsub sgn sigmoid_backward sign signbit sin softshrink sqrt square sub tan tanh
     tanh_backward threshold threshold_backward trunc where xlogy
@@ -34,8 +34,8 @@ ELEMENTWISE = _names(
 # elsewhere.
 ROUNDED = _names(
     """
-    atan2 atanh celu cosh elu exp2 gelu gelu_backward logaddexp logaddexp2 mish pow rsqrt selu sigmoid
-    silu silu_backward sinh softplus
+    atan2 atanh celu cosh elu exp2 gelu gelu_backward hypot logaddexp logaddexp2 mish pow rsqrt selu
+    sigmoid silu silu_backward sinh softplus
     """
 )
 

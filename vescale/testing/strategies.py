@@ -209,15 +209,11 @@ def _transpose(draw: Draw, shape: Shape) -> Made:
 
 
 def _matmul(draw: Draw, shape: Shape) -> Made:
-    row = len(shape) == 1  # a vector times a matrix is squeezed in place, which a DTensor refuses op by op
-    text = "({x}[None] @ {y})" if row else "({x} @ {y})"
-    return text, (shape[-1], draw(_WIDTHS)), lambda x, w: (x[None] if row else x) @ w
+    return "({x} @ {y})", (shape[-1], draw(_WIDTHS)), lambda x, w: x @ w
 
 
 def _linear(draw: Draw, shape: Shape) -> Made:
-    row = len(shape) == 1
-    text = "linear({x}[None], {y})" if row else "linear({x}, {y})"
-    return text, (draw(_WIDTHS), shape[-1]), lambda x, w: F.linear(x[None] if row else x, w, w.sum(1))
+    return "linear({x}, {y})", (draw(_WIDTHS), shape[-1]), lambda x, w: F.linear(x, w, w.sum(1))
 
 
 def _broadcast(draw: Draw, shape: Shape) -> Made:
