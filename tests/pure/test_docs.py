@@ -1,7 +1,9 @@
-"""Every example in a docstring runs, and so does every Python block of the pages."""
+"""Every example in a docstring runs, and so does every Python block of the pages; what they show is printed."""
 
+import contextlib
 import doctest
 import importlib
+import io
 import pkgutil
 import re
 from pathlib import Path
@@ -11,24 +13,10 @@ import pytest
 import vescale
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    "README.md",
-    "docs/adamw_8bit.md",
-    "docs/debugging.md",
-    "docs/checkpoints.md",
-    "docs/dtensor.md",
-    "docs/errors.md",
-    "docs/failures.md",
-    "docs/fsdp.md",
-    "docs/introspection.md",
-    "docs/modules.md",
-    "docs/optimizers.md",
-    "docs/muon.md",
-    "docs/plans.md",
-    "docs/programs.md",
-    "docs/rng.md",
-    "docs/testing.md",
-]
+# A block of Python, and behind it, where there is one, the text that it prints.
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```)?", re.M | re.S)
+ALL_PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [page for page in ALL_PAGES if BLOCK.search((ROOT / page).read_text())]
 MODULES = ["vescale"] + [m.name for m in pkgutil.walk_packages(vescale.__path__, "vescale.")]
 
 
@@ -43,9 +31,22 @@ def test_docstring_examples(name):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_examples_of_a_page(page):
-    """In one namespace, top to bottom, as a reader would type them."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
-    assert blocks
+    """In one namespace, top to bottom, as a reader would type them. Lines are those of the page."""
+    text = (ROOT / page).read_text()
     namespace: dict = {}
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"{page}, block {number}", "exec"), namespace)
+    for block in BLOCK.finditer(text):
+        lines_before = "\n" * text.count("\n", 0, block.start(1))
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(lines_before + block[1], str(ROOT / page), "exec"), namespace)
+        if block[2] is not None:
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            got = printed.getvalue()
+            assert doctest.OutputChecker().check_output(block[2], got, flags), f"{block[0]}\nprinted\n{got}"
+
+
+def test_text_stands_behind_the_block_that_prints_it():
+    """Elsewhere nothing compares it: what is shown and not run has no language, or another."""
+    for page in ALL_PAGES:
+        text = (ROOT / page).read_text()
+        assert text.count("\n```text\n") == sum(block[2] is not None for block in BLOCK.finditer(text)), page
