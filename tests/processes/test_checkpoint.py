@@ -355,7 +355,7 @@ def save_until_told(root):
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path):
-    with RankPool(2) as ranks, pytest.raises(RankError, match="from rank 1"):
+    with RankPool(2) as ranks, pytest.raises(RankError, match="rank 1"):
         ranks.run(save_until_told, tmp_path)
     assert "no word from rank 1" in (tmp_path / "told").read_text()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000000", "told"]
