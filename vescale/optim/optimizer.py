@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _tree
+from ..spmd.dtensor import DTensor, place
+from ..spmd.layout import replicated
 
 Scalar = float | torch.Tensor
 
@@ -16,9 +18,12 @@ class Optimizer(NamedTuple):
     """A pair of pure functions over trees of tensors.
 
     `init(params) -> state` makes the complete state: `update` returns one of the same structure,
-    shapes and dtypes, so that a train step is a fixed point. It works on meta tensors too.
+    shapes, dtypes and layouts, so that a train step is a fixed point. It works on meta tensors too.
 
     `update(grads, state, params) -> (updates, state)` changes none of its arguments.
+
+    A gradient transform is such a pair as well: where an optimizer makes `Updates` of gradients, it makes
+    gradients of gradients, and `Updates` of `Updates`. See `chain`.
     """
 
     init: Callable[[Any], Any]
@@ -28,19 +33,30 @@ class Optimizer(NamedTuple):
 @_tree.register
 @dataclasses.dataclass(frozen=True)
 class Updates:
-    """What `apply_updates` does to parameters p: p * keep + delta, `delta` in the units of p.
+    """What `apply_updates` does to parameters p: p * keep + rate * delta, `delta` in the units of p.
 
-    `delta` is a tree like the parameters. `keep` is one scalar, or a tree prefix of scalars where
-    parameters differ, as under a weight decay mask; 1.0 means no decay.
+    `delta` is a tree like the parameters; None in the place of a tensor leaves that parameter as it is.
+    `keep` and `rate` are one scalar each, or a tree prefix of scalars where parameters differ, as under a
+    weight decay mask. A `keep` of 1.0 means no decay.
 
-    Why not the plain sum p + u of other functional libraries: decay as torch writes it is
-    p * (1 - lr * decay) + delta, two roundings, and no u makes p + u round to the same bits. A pair
-    composes as well as a sum does: scaling an update by c is (1 - c * (1 - keep), c * delta), and
-    clipping or adding acts on `delta` alone.
+    Why not the plain sum p + u of other functional libraries: decay as torch writes it is p * (1 - lr *
+    decay) + delta, two roundings, and no u makes p + u round to the same bits. Nor does it for SGD, whose
+    product with the rate and sum are rounded once, which is why there is a `rate`. The triple composes as
+    well as a sum does: scaling an update by c is (1 - c * (1 - keep), delta, c * rate), and clipping or
+    adding acts on `delta` alone.
     """
 
     keep: Any
     delta: Any
+    rate: Any = 1.0
+
+    def by_leaf(self, params: Any) -> list[tuple[Scalar, torch.Tensor | None, Scalar]]:
+        """(keep, delta, rate) for each parameter, in the order of the leaves."""
+        spec = _tree.flatten(params)[1]
+        keeps = _tree.broadcast_prefix(self.keep, params, where="updates.keep")
+        deltas = _tree.leaves_like(spec, self.delta, where="updates")
+        rates = _tree.broadcast_prefix(self.rate, params, where="updates.rate")
+        return list(zip(keeps, deltas, rates, strict=True))
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -55,16 +71,26 @@ def apply_updates(params: Any, updates: Any) -> Any:
     if not isinstance(updates, Updates):
         updates = Updates(1.0, updates)
     leaves, spec = _tree.flatten(params)
-    deltas = _tree.leaves_like(spec, updates.delta, where="updates")
-    keeps = _tree.broadcast_prefix(updates.keep, params, where="updates.keep")
     cast = functools.cache(cast_scalar)  # once for each dtype, not for each parameter
 
-    def leaf(p: torch.Tensor, keep: Scalar, delta: torch.Tensor) -> torch.Tensor:
-        if isinstance(keep, float) and keep == 1.0:  # one op less for each parameter
+    def leaf(p: torch.Tensor, keep: Scalar, delta: torch.Tensor | None, rate: Scalar) -> torch.Tensor:
+        if delta is None:
+            return p
+        if not is_one(keep):  # one op less for each parameter
+            p = p * cast(keep, scalar_dtype(p))
+        if is_one(rate):
             return p + delta
-        return p * cast(keep, scalar_dtype(p)) + delta
+        # On cpu both round once, to the same bits.
+        if isinstance(rate, torch.Tensor):
+            return torch.addcmul(p, delta, cast(rate, scalar_dtype(p)))  # pyright: ignore[reportArgumentType]
+        return torch.add(p, delta, alpha=rate)
 
-    return _tree.unflatten(spec, map(leaf, leaves, keeps, deltas))
+    return _tree.unflatten(spec, [leaf(p, *each) for p, each in zip(leaves, updates.by_leaf(params))])
+
+
+def is_one(x: Scalar) -> bool:
+    """Whether x is the number 1, which changes nothing; a tensor has no value to ask."""
+    return not isinstance(x, torch.Tensor) and x == 1
 
 
 def scalar_dtype(like: torch.Tensor) -> torch.dtype:
@@ -79,3 +105,12 @@ def scalar_dtype(like: torch.Tensor) -> torch.dtype:
 def cast_scalar(x: Scalar, dtype: torch.dtype) -> Scalar:
     """x as an operand of a kernel; a number is cast by the kernel itself."""
     return x.to(dtype) if isinstance(x, torch.Tensor) else x
+
+
+def state_scalar(params: Any, value: float = 0.0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """A 0-d tensor of state: where the parameters are, and on their mesh when they have one."""
+    leaves = _tree.leaves(params)
+    made = torch.full((), value, dtype=dtype, device=leaves[0].device if leaves else None)
+    meshes = {leaf.mesh if isinstance(leaf, DTensor) else None for leaf in leaves}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    return made if mesh is None else place(made, mesh, replicated(mesh.abstract, ()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,15 +97,18 @@ class TensorGroup(Mapping[str, DTensor]):
             }
         )
 
-    def norm(self) -> torch.Tensor:
+    def norm(self, order: float = 2.0) -> torch.Tensor:
         """The 2-norm of all elements together, equal on all ranks: one all-reduce of a scalar.
 
-        Elements that several ranks hold count once. Sums are in float32, or in float64 for float64
-        members. Raises ArgumentError for pending reductions.
+        With `order=inf` it is the largest magnitude. Elements that several ranks hold count once. Sums are
+        in float32, or in float64 for float64 members. Raises ArgumentError for pending reductions and other
+        orders.
         """
+        if order not in (2, math.inf):
+            raise ArgumentError(explain(f"order={order}", where="TensorGroup.norm", rule="2 or inf"))
         dtypes = {tensor.dtype for tensor in self.values()}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        return norm(self.values(), self.mesh, dtype)
+        return norm(self.values(), self.mesh, dtype, order)
 
     def _each_rank(self) -> list[list[torch.Tensor]]:
         """The pieces of the members, a list for each rank that lives here."""
@@ -123,18 +127,32 @@ class TensorGroup(Mapping[str, DTensor]):
             )
 
 
-def norm(tensors: Any, mesh: Mesh, dtype: torch.dtype) -> torch.Tensor:
-    """The 2-norm of the elements of DTensors together: see `TensorGroup.norm`."""
-    tensors = list(tensors)
-    totals = []
+def norm(tensors: Any, mesh: Mesh, dtype: torch.dtype, order: float = 2.0) -> torch.Tensor:
+    """The norm of the elements of DTensors together: see `TensorGroup.norm`."""
+    norms = lambda pieces: torch.stack(list(aten._foreach_norm(pieces, order, dtype)))  # noqa: E731
+    if math.isinf(order):
+        return reduced(tensors, mesh, lambda pieces: norms(pieces).amax(), "max", dtype)
+    return reduced(tensors, mesh, lambda pieces: norms(pieces).square().sum(), "sum", dtype).sqrt()
+
+
+def reduced(
+    tensors: Any,
+    mesh: Mesh,
+    each: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    op: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`each` of a rank's pieces, a 0-d tensor of `dtype`, reduced over the mesh: one all-reduce of a scalar.
+
+    A piece that several ranks hold is given to the first of them, an empty one to none. A rank that has no
+    piece brings a 0, so `op` is "sum", or "max" of what isn't negative. The result is equal on all ranks.
+    """
+    tensors, totals = list(tensors), []
     for place, rank in enumerate(mesh.local_ranks):
         mine = [t.locals[place] for t in tensors if speaks_for(t.layout, rank) and t.locals[place].numel()]
-        norms = aten._foreach_norm(mine, 2, dtype) if mine else []
-        square = torch.stack(list(norms)).square().sum() if mine else torch.zeros((), dtype=dtype)
-        totals.append(square.to(mesh.device))
-    pending = Layout(mesh.abstract, P.of((axis, Partial()) for axis in mesh.axis_names), ())
-    whole = Layout(mesh.abstract, P(), ())
-    return redistribute(totals, pending, whole, mesh)[0].sqrt()
+        totals.append((each(mine) if mine else torch.zeros((), dtype=dtype)).to(mesh.device))
+    pending = Layout(mesh.abstract, P.of((axis, Partial(op)) for axis in mesh.axis_names), ())
+    return redistribute(totals, pending, Layout(mesh.abstract, P(), ()), mesh)[0]
 
 
 def speaks_for(layout: Layout, rank: int) -> bool:

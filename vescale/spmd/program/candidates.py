@@ -61,7 +61,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Let a Partial through the `group` of operands in which the op is linear."""
+    """Let a Partial through the `group` of operands in which the op is linear, or takes the same extreme."""
 
     partial: Partial
     group: frozenset[int]
@@ -163,8 +163,9 @@ def candidates(
         ):
             yield Factor(name)
     for state in {state for found in states for state in found}:
-        if isinstance(state, Partial) and state.op in ("sum", "avg"):
-            for group in pattern.linear:
+        if isinstance(state, Partial):
+            linear = state.op in ("sum", "avg")
+            for group in pattern.linear if linear else filter(None, [pattern.extremes.get(state.op)]):
                 yield Pass(state, group)
     yield from dict.fromkeys(
         Cut(state, rows)

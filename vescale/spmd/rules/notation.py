@@ -60,6 +60,7 @@ class Pattern:
     """What one node does to the dims of its tensors, and what may be done to it.
 
     `linear`: sets of operands that may be Partial together, the others then being whole values.
+    `extremes`: "max" or "min" -> operands that may be pending so together: they are moved, or it takes that.
     `pointwise`: the op works element by element. `ragged`: a ragged cut of so many leading dims or fewer
     commutes with it: as `local` adapts it, it runs on pieces (rows, *rest). One dim keeps the number of dims.
     `view`: the result shares memory with operand 0 and costs nothing. `reduction`: what sharding a `sum`
@@ -75,6 +76,7 @@ class Pattern:
     sum: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
+    extremes: Mapping[str, frozenset[int]] = field(default_factory=dict)
     ragged: int = 0
     pointwise: bool = False
     view: bool = False

@@ -213,7 +213,8 @@ def _extreme(node: Node, metas: Sequence[TensorMeta], reduction: str) -> Pattern
 
     dims = reduced_dims(node, len(operand_metas(node, metas)[0].shape))
     keepdim = argument(node, 2, "keepdim", False)
-    return reduction_pattern(node, metas, dims, keepdim, reduction=reduction, local=localise)
+    options = {"reduction": reduction, "extremes": {reduction: frozenset((0,))}}
+    return reduction_pattern(node, metas, dims, keepdim, local=localise, **options)
 
 
 def _beaten(dtype: torch.dtype, reduction: str) -> Any:

@@ -337,12 +337,13 @@ def stack(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
     shapes = [meta.shape for meta in operand_metas(node, metas)]
     dims, sizes = named_dims(shapes[0])
     dim = (node.args[1] if len(node.args) > 1 else 0) % (len(dims) + 1)
-    sizes["new"] = len(shapes)
+    sizes["new"], everything = len(shapes), frozenset(range(len(shapes)))
     return Pattern(
         (tuple(dims),) * len(shapes),
         ((*dims[:dim], ("new",), *dims[dim:]),),
         sizes,
         whole=frozenset(("new",)),
-        linear=(frozenset(range(len(shapes))),),
+        linear=(everything,),
+        extremes={"max": everything, "min": everything},
         ragged=1,
     )
