@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test slow lint format bench conformance coverage clean
+.PHONY: demo test slow lint format bench conformance coverage consistency clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -32,6 +32,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/planner.py --check
 	$(BIN)/python benchmarks/rng.py --check
 	$(BIN)/python benchmarks/fsdp.py --check
+	$(BIN)/python benchmarks/muon_balance.py --check
+	$(BIN)/python benchmarks/adamw_8bit.py --check
+	$(BIN)/python benchmarks/checkpoint.py --check
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -43,6 +46,9 @@ conformance: $(STAMP)
 
 coverage: $(STAMP)
 	$(BIN)/python -m docs.make_op_coverage
+
+consistency: $(STAMP)
+	$(BIN)/python -m docs.make_consistency
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache .hypothesis

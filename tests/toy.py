@@ -2,6 +2,7 @@
 
 import torch
 
+import vescale as vs
 from vescale import _tree
 
 ROWS, WIDTH, OUT = 16, 6, 3
@@ -36,3 +37,18 @@ def close(ours, theirs, bound=1e-10):
     """DTensors against tensors: every leaf within a bound."""
     for found, expected in zip(_tree.leaves(ours), _tree.leaves(theirs), strict=True):
         torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=bound)
+
+
+def train_step(axes, rules=None, fsdp=None):
+    """A train step with AdamW on simulated ranks that donates its state, and its arguments."""
+    rows = {"batch": vs.P(dp=vs.Shard(0))}
+    plan = vs.Plan(vs.make_mesh(axes, backend="simulated"), rules or {}, rows, fsdp=fsdp)
+    opt = vs.optim.adamw(1e-2)
+
+    def step(params, state, batch):
+        loss, gradients = vs.value_and_grad(loss_fn)(params, batch)
+        updates, state = opt.update(gradients, state, params)
+        return vs.optim.apply_updates(params, updates), state, loss
+
+    params = vs.distribute(make_params(), plan)
+    return vs.parallelize(step, plan, donate=("params", "state")), (params, opt.init(params), make_batch())

@@ -2,13 +2,17 @@
 
 Names only; each is documented where it is defined. Read in this order: meshes and placements,
 layouts and tensors, plans, programs and modules, functions on local shards, transforms; then parameters
-in flat buffers, random numbers and optimizers.
+in flat buffers, random numbers and optimizers, checkpoints. `vs.debug` and `vs.testing` are loaded when first
+used.
 """
+
+import importlib as _importlib
+import typing as _typing
 
 __version__ = "0.1.0"
 
 # isort: off
-from ._errors import VescaleError
+from ._errors import PeerError, VescaleError
 
 # meshes and placements
 from .spmd.mesh import Mesh, make_mesh
@@ -70,6 +74,19 @@ from .fsdp import FSDP, Elements, Rows, Tile, Whole
 # random numbers and optimizers
 from . import optim, rng
 
+# what is kept on disk
+from . import checkpoint
+
+if _typing.TYPE_CHECKING:
+    from . import debug as debug, testing as testing
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name in ("debug", "testing"):
+        return _importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "AbstractMesh",
     "DTensor",
@@ -80,6 +97,7 @@ __all__ = [
     "Mesh",
     "P",
     "Partial",
+    "PeerError",
     "Plan",
     "RaggedShard",
     "Replicate",
@@ -98,6 +116,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "broadcast",
+    "checkpoint",
     "constrain",
     "distribute",
     "distribute_tensor",

@@ -9,6 +9,7 @@ new torch release is one file's work. Each name here says
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ def below_autograd() -> AbstractContextManager[Any]:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def plain_dispatch() -> AbstractContextManager[Any]:
+    """2.11 - 2.13. Ops on a wrapper subclass change the wrapper itself: its sizes, as `squeeze_` does."""
+    return torch._C._DisableTorchDispatch()
+
+
 def is_mutable(op: Any) -> bool:
     """2.11 - 2.13. Whether an overload writes to an argument; the schema has no public reader."""
     return op._schema.is_mutable
@@ -60,6 +66,13 @@ def is_mutable(op: Any) -> bool:
 def default_store() -> Any:
     """2.11 - 2.13. The store of the default process group, which init_process_group keeps to itself."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def group_timeout(group: Any) -> Any:
+    """2.11 - 2.13. The timeout of a process group, a timedelta; only init_process_group is told it."""
+    device = "cuda" if "nccl" in torch.distributed.get_backend(group) else "cpu"
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    return getattr(options, "_timeout", timedelta(seconds=300))
 
 
 def make_wrapper(

@@ -50,6 +50,20 @@ class ConsistencyError(VescaleError, RuntimeError):
     """Ranks disagree: other code, other calls, or other values where they must be equal."""
 
 
+class CheckpointError(VescaleError, RuntimeError):
+    """A checkpoint is damaged or incomplete, can't be written, or has other tensors than were asked for."""
+
+
+class PeerError(ConsistencyError):
+    """A collective did not complete: a rank died, stalled, left, or runs something else.
+
+    `ranks` are the likely cause, as torch.distributed numbers them: those that died, stalled or left, else
+    those that are alive and elsewhere.
+    """
+
+    ranks: tuple[int, ...] = ()
+
+
 def explain(found: object, *, where: object = None, rule: object = None, remedy: object = None) -> str:
     """The text of an error: one line each, those that are None left out."""
     parts = {"found": found, "where": where, "rule": rule, "remedy": remedy}

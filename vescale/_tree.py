@@ -12,7 +12,7 @@ None is a tree without leaves. Order of insertion into a dict does not matter: k
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 
@@ -23,9 +23,10 @@ NAMESPACE = "vescale"
 
 TreeSpec = optree.PyTreeSpec
 IsLeaf = Callable[[Any], bool] | None
+C = TypeVar("C", bound=type)
 
 
-def register(cls: type) -> type:
+def register(cls: C) -> C:
     """Class decorator: a dataclass becomes a tree node whose children are its fields, by name.
 
     >>> @register

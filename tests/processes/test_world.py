@@ -365,4 +365,5 @@ def arrives_late() -> str:
 def test_a_rank_that_does_not_come_is_named():
     with RankPool(4) as ranks:
         answers = ranks.run(arrives_late)
-    assert ["no word from rank 1" in answer for answer in answers] == [True, False, True, True]
+    assert ["no word from rank 1\n" in answer for answer in answers] == [True, False, True, True]
+    assert ["rank 1 is alive, before its first" in answer for answer in answers] == [True, False, True, True]

@@ -13,13 +13,21 @@ import vescale
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
+    "docs/adamw_8bit.md",
+    "docs/debugging.md",
+    "docs/checkpoints.md",
     "docs/dtensor.md",
+    "docs/errors.md",
+    "docs/failures.md",
     "docs/fsdp.md",
     "docs/introspection.md",
     "docs/modules.md",
+    "docs/optimizers.md",
+    "docs/muon.md",
     "docs/plans.md",
     "docs/programs.md",
     "docs/rng.md",
+    "docs/testing.md",
 ]
 MODULES = ["vescale"] + [m.name for m in pkgutil.walk_packages(vescale.__path__, "vescale.")]
 

@@ -24,11 +24,12 @@ TEXTS = sorted(
 
 # A file may import its own room and rooms on lower floors; rooms of one floor not each other.
 FLOORS = [{"_errors"}, {"_tree"}, {"_compat"}, {"rng"}, {"spmd"}]
-FLOORS += [{"fsdp", "optim", "checkpoint"}, {"testing", "debug"}]
+FLOORS += [{"fsdp", "optim", "checkpoint"}, {"testing", "debug"}, {"cli"}, {"__main__"}]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 PUBLIC = [
     "VescaleError",
+    "PeerError",
     "AbstractMesh",
     "Mesh",
     "make_mesh",
@@ -79,6 +80,7 @@ PUBLIC = [
     "vmap",
     "optim",
     "rng",
+    "checkpoint",
     "fsdp",
     "FSDP",
     "TensorGroup",

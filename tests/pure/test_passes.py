@@ -233,6 +233,7 @@ FOREACH = {
         ["slice.Tensor", "slice.Tensor", "add.Tensor", "add.Tensor"],
     ),
     "unary": (lambda x, y: (x.sqrt(), y.sqrt()), ["_foreach_sqrt"]),
+    "the larger": (lambda x, y: (torch.maximum(x, y), torch.maximum(y, x)), ["_foreach_maximum.List"]),
     "16 bits": (
         lambda x, y: ((a := x.bfloat16()), (b := y.bfloat16()), a * 2, b * 2)[2:],
         ["_to_copy", "_to_copy", "mul.Tensor", "mul.Tensor"],
@@ -297,6 +298,7 @@ FORMS = [
     (aten.mul.Tensor, "Tensor", 1), (aten.div.Tensor, "List", 2), (aten.div.Tensor, "Scalar", 1),
     (aten.div.Tensor, "Tensor", 1), (aten.sqrt.default, "default", 1), (aten.neg.default, "default", 1),
     (aten.reciprocal.default, "default", 1), (aten.lerp.Scalar, "Scalar", 2),
+    (aten.abs.default, "default", 1), (aten.maximum.default, "List", 2),
     (aten.addcmul.default, "Scalar", 3), (aten.addcdiv.default, "Scalar", 3),
 ]  # fmt: skip
 

@@ -532,3 +532,23 @@ def test_operands_on_two_meshes():
         put(X) + put(Y, P(ep=Shard(0)), OTHER)
     with pytest.raises(ArgumentError, match="2 meshes"):
         put(X).add_(put(Y, P(ep=Shard(0)), OTHER))
+
+
+@pytest.mark.parametrize("vector", [P(), P(tp=Shard(0))], ids=str)
+@pytest.mark.parametrize("matrix", [P(), P(tp=Shard(0)), P(tp=Shard(1))], ids=str)
+def test_a_vector_times_a_matrix(vector, matrix):
+    """Torch squeezes its product in place: the DTensor takes the shape, and its gradient the way back."""
+    mesh = vs.make_mesh({"tp": 2}, backend="simulated")
+    plain = [torch.arange(4.0).requires_grad_(), torch.arange(24.0).view(4, 6).requires_grad_()]
+    ours = [
+        vs.distribute_tensor(t.detach(), mesh, spec).requires_grad_()
+        for t, spec in zip(plain, (vector, matrix), strict=True)
+    ]
+    product = ours[0] @ ours[1]
+    assert product.shape == (6,)
+    assert [tuple(p.shape) for p in product.locals] == [product.layout.local_shape(r) for r in (0, 1)]
+    assert torch.equal(product.detach().full_tensor(), plain[0].detach() @ plain[1].detach())
+    product.square().sum().backward()
+    (plain[0] @ plain[1]).square().sum().backward()
+    for a, b in zip(ours, plain, strict=True):
+        assert torch.equal(a.grad.full_tensor(), b.grad)

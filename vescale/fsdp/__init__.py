@@ -25,9 +25,9 @@ from .recompute import recompute
 from .schedule import schedule
 from .spec import TensorSpec
 
-register(Pass("accumulate", DECISIONS, accumulate, rewrites=True))
-register(Pass("recompute", DECISIONS, recompute))
-register(Pass("buckets", DECISIONS, schedule, rewrites=True))
+register(Pass("accumulate", DECISIONS, accumulate, rewrites=True), before="owner_waves")
+register(Pass("recompute", DECISIONS, recompute), before="owner_waves")
+register(Pass("buckets", DECISIONS, schedule, rewrites=True), before="owner_waves")
 register(Pass("into_buffer", LISTING, into_buffer), before="fuse_foreach")
 
 __all__ = [

@@ -8,8 +8,8 @@ the steps and the bits of any other redistribution.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -88,6 +88,16 @@ class Bucket:
     def padding_nbytes(self) -> int:
         """Bytes of a shard that no parameter fills, of an average rank, rounded up."""
         return -(-self.plan.padding * self.dtype.itemsize // self.plan.num_shards)
+
+    def grouped(self, shards: int, outside: Callable[[Layout], Layout]) -> Bucket:
+        """The same buffer in fewer shards, each several neighbours of these; `outside` maps the layouts."""
+        size = self.plan.num_shards * self.plan.shard_size // shards
+        return replace(
+            self,
+            rest=tuple(map(outside, self.rest)),
+            run=tuple(map(outside, self.run)),
+            plan=replace(self.plan, num_shards=shards, shard_size=size),
+        )
 
     def __str__(self) -> str:
         over = f"{self.axis}, replicas over {'+'.join(self.replicas)}" if self.replicas else self.axis

@@ -6,13 +6,13 @@ What follows from it for given parameters, buckets and layouts at rest, is decid
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from .._errors import PlanError, explain
 from ..spmd.dtensor import DTensor
-from ..spmd.layout import AbstractMesh
+from ..spmd.layout import AbstractMesh, Layout
 from ..spmd.plan import Parameter, Staging
 from .blocks import Block
 from .bucket import Bucket
@@ -77,6 +77,12 @@ class FSDP:
     def store(self, buckets: Sequence[Bucket], tensors: Mapping[str, DTensor]) -> dict[str, DTensor]:
         """The DTensors at rest of each bucket, copied into a `DBuffer`."""
         return {name: x for bucket in buckets for name, x in DBuffer.placed(bucket, tensors).items()}
+
+    def grouped(
+        self, buckets: Sequence[Bucket], mesh: AbstractMesh, outside: Callable[[Layout], Layout]
+    ) -> tuple[Bucket, ...]:
+        """The same buffers, in the shards of ranks that host several lanes each."""
+        return tuple(bucket.grouped(mesh.axis_size(bucket.axis), outside) for bucket in buckets)
 
     def _check(self) -> None:
         if not 1 <= len(self.axes) <= 2 or len(set(self.axes)) != len(self.axes):

@@ -14,9 +14,11 @@ Underneath: `rates`, `labels`, `gradients`.
 from . import schedules
 from .adam import adam
 from .adamw import adamw
+from .adamw_8bit import adamw_8bit
 from .chain import chain
 from .decay import decay
 from .loss_scale import loss_scale
+from .muon import muon
 from .norms import all_finite, clip_by_global_norm, global_norm
 from .optimizer import Optimizer, Updates, apply_updates
 from .partition import freeze, partition
@@ -31,6 +33,8 @@ __all__ = [
     "sgd",
     "adam",
     "adamw",
+    "adamw_8bit",
+    "muon",
     "chain",
     "partition",
     "freeze",

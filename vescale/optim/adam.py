@@ -70,9 +70,7 @@ def adam_like(
 
         rate = rate_at(lr, state["step"])
         step = state["step"] + 1
-        # As a tensor: a number divided by a tensor would be a product with the reciprocal.
-        step_size = _as_tensor(-rate, step) / (1 - beta1**step)
-        root = torch.pow(1 - beta2**step, _as_tensor(0.5, step))
+        step_size, root = corrections(rate, step, beta1, beta2)
         cast = functools.cache(cast_scalar)  # once for each dtype, not for each parameter
         keep: Any = 1.0
         if weight_decay and decoupled:
@@ -96,6 +94,14 @@ def adam_like(
         return Updates(keep, deltas), {"step": step, **dict(zip(moments, new, strict=True))}
 
     return Optimizer(init, update)
+
+
+def corrections(
+    rate: Scalar, step: torch.Tensor, beta1: float, beta2: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-rate / (1 - beta1^step) and sqrt(1 - beta2^step), with torch's bits."""
+    # As a tensor: a number divided by a tensor would be a product with the reciprocal.
+    return _as_tensor(-rate, step) / (1 - beta1**step), torch.pow(1 - beta2**step, _as_tensor(0.5, step))
 
 
 def _as_tensor(x: Scalar, like: torch.Tensor) -> torch.Tensor:

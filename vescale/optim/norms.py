@@ -42,8 +42,8 @@ def global_norm(tree: Any, norm_type: float = 2.0) -> torch.Tensor:
             explain(f"norm_type={norm_type!r}", where="vs.optim.global_norm", rule="2 or inf")
         )
     if math.isinf(norm_type):
-        return _together(tree, lambda x: x.abs().amax(), "max")
-    return _together(tree, lambda x: x.square().sum(), "sum").sqrt()
+        return _together(tree, lambda x, dtype: x.to(dtype).abs().amax(), "max")
+    return _together(tree, _squares, "sum").sqrt()
 
 
 def all_finite(tree: Any) -> torch.Tensor:
@@ -55,7 +55,7 @@ def all_finite(tree: Any) -> torch.Tensor:
     >>> all_finite([torch.ones(2), torch.tensor([1.0, float("nan")])])
     tensor(False)
     """
-    return _together(tree, lambda x: (x.abs() * 0).sum(), "sum") == 0  # 0 times inf is NaN
+    return _together(tree, lambda x, dtype: (x.abs() * 0).sum(), "sum") == 0  # 0 times inf is NaN
 
 
 def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Optimizer:
@@ -88,8 +88,13 @@ def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Optimizer:
     return Optimizer(lambda params: {}, update)
 
 
-def _together(tree: Any, each: Callable[[torch.Tensor], torch.Tensor], op: str) -> torch.Tensor:
-    """`each` tensor's number, reduced over all tensors and ranks."""
+def _squares(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    wide = x.to(dtype)
+    return (wide * wide).sum()
+
+
+def _together(tree: Any, each: Callable[[torch.Tensor, torch.dtype], torch.Tensor], op: str) -> torch.Tensor:
+    """`each` tensor's number, of a dtype that suits all, reduced over all tensors and ranks."""
     leaves = _tree.leaves(tree)
     dtype = torch.float64 if any(x.dtype is torch.float64 for x in leaves) else torch.float32
     full = [x for x in leaves if x.numel()]
@@ -97,7 +102,7 @@ def _together(tree: Any, each: Callable[[torch.Tensor], torch.Tensor], op: str) 
         return torch.zeros((), dtype=dtype, device=leaves[0].device if leaves else None)
 
     def combined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        parts = torch.stack([each(x.to(dtype)) for x in tensors])
+        parts = torch.stack([each(x, dtype).to(dtype) for x in tensors])
         return parts.amax() if op == "max" else parts.sum()
 
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in full)

@@ -80,6 +80,9 @@ def apply_updates(params: Any, updates: Any) -> Any:
             p = p * cast(keep, scalar_dtype(p))
         if is_one(rate):
             return p + delta
+        # Kernels of 16-bit types round once in whole vectors, twice at their end: a shard has other bits.
+        if p.dtype.itemsize < 4:
+            return p + delta * cast(rate, scalar_dtype(p))
         # On cpu both round once, to the same bits.
         if isinstance(rate, torch.Tensor):
             return torch.addcmul(p, delta, cast(rate, scalar_dtype(p)))  # pyright: ignore[reportArgumentType]

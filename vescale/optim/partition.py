@@ -23,7 +23,7 @@ def freeze() -> Optimizer:
     return Optimizer(lambda params: {}, update)
 
 
-def partition(labels: Labels, optimizers: Mapping[Hashable, Optimizer | None]) -> Optimizer:
+def partition(labels: Labels, optimizers: Mapping[Any, Optimizer | None]) -> Optimizer:
     """Optimizers by label: each parameter is updated by the one of its label.
 
         partition({r".*bias": "vectors", ".*": "matrices"}, {"vectors": adamw(1e-3), "matrices": sgd(0.1)})

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._compat import base_tensor, outside_functorch
-from .._errors import ConsistencyError, explain
+from .._errors import ConsistencyError, PeerError, explain
+from . import watch
 from .mesh import Mesh
 
 # How often each mesh has been asked, so that every exchange has keys of its own. Equal meshes share
@@ -32,22 +33,12 @@ def exchange(mesh: Mesh, what: str, record: Any) -> list[Any]:
     Raises ConsistencyError when a rank says nothing within the store's timeout, or is asked about
     something else than `what`.
     """
-    store, key, call = _publish(mesh, [what, record])
-    keys = [key(call, rank) for rank in range(mesh.size)]
+    watch.begin()
+    key, call = _next(mesh)
     try:
-        # One round trip where the store can (a file store cannot).
-        many = store.has_extended_api()
-        answers = store.multi_get(keys) if many else [store.get(k) for k in keys]
-    except (dist.DistError, RuntimeError) as error:
-        missing = [rank for rank, k in enumerate(keys) if not store.check([k])]
-        raise ConsistencyError(
-            explain(
-                f"no word from rank {', '.join(map(str, missing))}",
-                where=what,
-                rule="every rank of the mesh makes the same calls in the same order",
-                remedy="look for a branch that depends on the rank, or a rank that has failed",
-            )
-        ) from error
+        answers = watch.ask(lambda: _gather(mesh, json.dumps([what, record]), key, call), mesh.world_ranks)
+    except _Missing as error:
+        raise _no_word(mesh, what, error) from error.__cause__
     answers = [json.loads(answer) for answer in answers]
     failed = {rank: answer[1] for rank, answer in enumerate(answers) if answer[0] is None}
     if failed:
@@ -62,7 +53,7 @@ def exchange(mesh: Mesh, what: str, record: Any) -> list[Any]:
         )
     # Who has written record `call` has read all of `call - 1`; so nobody reads the one before that.
     if call > 1:
-        store.delete_key(key(call - 2, mesh.rank))
+        mesh.store.delete_key(key(call - 2, mesh.rank))
     others = {rank: answer[0] for rank, answer in enumerate(answers) if answer[0] != what}
     if others:
         rank, call_name = next(iter(others.items()))
@@ -80,53 +71,57 @@ def exchange(mesh: Mesh, what: str, record: Any) -> list[Any]:
 def give_up(mesh: Mesh, error: BaseException) -> None:
     """Say that this rank failed where its peers may be waiting for its record: they need not wait longer."""
     if not mesh.is_simulated and mesh.local_ranks:
-        _publish(mesh, [None, f"{type(error).__name__}: {error}"])
+        key, call = _next(mesh)
+        record = json.dumps([None, f"{type(error).__name__}: {error}"])
+        with suppress(Exception):  # an error is under way already
+            watch.begin()
+            watch.ask(lambda: mesh.store.set(key(call, mesh.rank), record), ())
 
 
-def stuck(mesh: Mesh, where: str, error: BaseException, seconds: float = 3.0) -> str:
-    """The text for a collective that failed: what it was here, and where the other ranks say that they are.
+class _Missing(Exception):
+    """The store has no record of some ranks, listed; of none when it doesn't answer at all."""
 
-    Every rank whose collective fails says so in the store, and listens for a while to the others.
-    """
+
+def _gather(mesh: Mesh, record: str, key: Callable[[int, int], str], call: int) -> list[Any]:
+    """Write this rank's record and read those of all."""
     store = mesh.store
-    said: dict[int, str] = {}
-    if store is not None:
-        key = f"vescale/stuck/{mesh.abstract}@{mesh.world_ranks[0]}"
-        store.set(f"{key}/{mesh.rank}", where)
-        end = time.monotonic() + seconds
-        while len(said) < mesh.size and time.monotonic() < end:
-            time.sleep(0.05)
-            missing = [
-                rank for rank in range(mesh.size) if rank not in said and store.check([f"{key}/{rank}"])
-            ]
-            said |= {rank: store.get(f"{key}/{rank}").decode() for rank in missing}
-    elsewhere = "; ".join(f"rank {rank} is at {text}" for rank, text in said.items() if text != where)
-    silent = ", ".join(str(rank) for rank in range(mesh.size) if rank not in said)
-    found = f"{where} did not complete on rank {mesh.rank} ({' '.join(str(error).split())[:200]})"
-    return explain(
-        "; ".join(
-            part for part in (found, elsewhere, f"no word from rank {silent}" if silent else "") if part
-        ),
-        rule="all ranks run the same collectives, and none dies or is late by more than the group's timeout",
-        remedy="look at what the named ranks do instead: other code, an error, a call that hit their cache",
+    keys = [key(call, rank) for rank in range(mesh.size)]
+    try:
+        store.set(keys[mesh.rank], record)
+        # One round trip where the store can (a file store cannot).
+        return store.multi_get(keys) if store.has_extended_api() else [store.get(k) for k in keys]
+    except (dist.DistError, RuntimeError) as error:
+        missing: list[int] = []
+        with suppress(dist.DistError, RuntimeError):
+            missing = [rank for rank, k in enumerate(keys) if not store.check([k])]
+        raise _Missing(missing) from error
+
+
+def _no_word(mesh: Mesh, what: str, missing: _Missing) -> PeerError:
+    """The error about ranks that wrote no record, with what their heartbeats say."""
+    (ranks,) = missing.args
+    others, _ = watch.others()
+    said = f"no word from rank {', '.join(map(str, ranks))}" if ranks else f"no answer: {missing.__cause__}"
+    error = PeerError(
+        explain(
+            "\n  ".join(part for part in (said, others) if part),
+            where=what,
+            rule="every rank of the mesh makes the same calls in the same order",
+            remedy="look for a branch that depends on the rank, or a rank that has failed",
+        )
     )
+    error.ranks = tuple(mesh.world_ranks[rank] for rank in ranks)
+    return error
 
 
-def _publish(mesh: Mesh, record: list[Any]) -> tuple[Any, Callable[[int, int], str], int]:
-    """Write this rank's record of the next exchange: the store, the keys of records, its number."""
-    store = mesh.store
-    assert store is not None, mesh
+def _next(mesh: Mesh) -> tuple[Callable[[int, int], str], int]:
+    """The keys of records, and the number of the next exchange."""
     name = f"{mesh.abstract}@{','.join(map(str, mesh.world_ranks))}"
     if len(name) > 100:
         name = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     call = _asked[name]
     _asked[name] += 1
-
-    def key(call: int, rank: int) -> str:
-        return f"vescale/agree/{name}/{call}/{rank}"
-
-    store.set(key(call, mesh.rank), json.dumps(record))
-    return store, key, call
+    return lambda call, rank: f"vescale/agree/{name}/{call}/{rank}", call
 
 
 def digest(tensor: Tensor) -> str:

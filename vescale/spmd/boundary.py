@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .dtensor import DTensor, remember, wrap
-from .layout import Layout
+from .layout import AbstractMesh, Layout
 from .locals import in_memory, local_slice
 from .mesh import Mesh
 
@@ -56,6 +56,57 @@ def enter(
         for values in inputs:
             values.append(in_memory(tensor.detach()).contiguous())
     return inputs
+
+
+class Boundary:
+    """How values get into programs and out: here a rank of the mesh is what programs call a rank."""
+
+    def __init__(self, mesh: Mesh | AbstractMesh) -> None:
+        self.mesh = mesh
+
+    @property
+    def hosted(self) -> Mesh:
+        """The mesh of values outside, where it has ranks."""
+        assert isinstance(self.mesh, Mesh)
+        return self.mesh
+
+    def inside(self, layout: Layout, wanted: Layout | None, likely: Layout | None) -> Layout | None:
+        """The layout in a program of a DTensor in `layout`, None where it doesn't come in the `wanted` one.
+
+        `likely` is that of the parameter whose path the DTensor's ends with.
+        """
+        return layout if wanted is None or wanted is layout else None
+
+    def outside(self, layout: Layout) -> Layout | None:
+        """The layout of a result that a program leaves in `layout`, None where no placements say it."""
+        return layout
+
+    def nearest(self, layout: Layout) -> Layout:
+        """For one that has none outside, a layout that has."""
+        return layout
+
+    def places(self, layouts: Sequence[Layout | None]) -> list[range]:
+        """Where values in these layouts are among the inputs or results of a rank; None has one place too."""
+        return [range(at, at + 1) for at in range(len(layouts))]
+
+    def enter(
+        self,
+        leaves: Sequence[Any],
+        layouts: Sequence[Layout | None],
+        hidden: Sequence[torch.Tensor],
+        mismatch: Callable[[int, DTensor, Layout], Exception],
+    ) -> list[list[torch.Tensor]]:
+        """See `enter`."""
+        return enter(self.hosted, leaves, layouts, hidden, mismatch)
+
+    def leave(
+        self,
+        results: Sequence[Sequence[Any]],
+        layouts: Sequence[Layout | Static],
+        kinds: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """See `leave`."""
+        return leave(self.hosted, results, layouts, kinds)
 
 
 class Apart:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, product
 
 from torch import Tensor
@@ -33,6 +34,7 @@ class Chunk:
         return local.as_strided(self.sizes, self.local_strides, offset)
 
 
+@lru_cache(maxsize=65536)  # DCP asks for them once an item
 def chunks(layout: Layout, rank: int) -> tuple[Chunk, ...]:
     """The boxes that `rank` holds.
 

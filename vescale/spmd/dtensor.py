@@ -339,7 +339,9 @@ class DTensor(Tensor):
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         # One item a box: replicas on simulated ranks are dropped here, on other processes by DCP.
-        boxes = {(chunk.offsets, chunk.sizes): chunk for chunk in reversed(self._chunks())}
+        boxes = dict.fromkeys((chunk.offsets, chunk.sizes) for chunk in self._chunks())
+        if not self.numel():  # there is no box anywhere, and a checkpoint has the tensor all the same
+            boxes = {((0,) * self.dim(), tuple(self.shape)): None}
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offsets)),
@@ -355,6 +357,8 @@ class DTensor(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None, index
+        if not self.numel():
+            return self._locals[0].new_empty(self.shape)
         found = self._chunks()
         # In a load the hint is the entry of our chunk list, which tells simulated replicas apart;
         # in a save it counts the chunks of all processes, and any replica will do.

@@ -27,6 +27,7 @@ from .plan import Plan
 from .program.partition import without_partials
 from .program.trace import Mark, Tracing, within
 from .signature import Signature
+from .watch import here
 
 _DEFAULT = "the default generator"
 
@@ -61,6 +62,13 @@ class Dynamic(Parallelized):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1
+        outside = here.enter(self._name, self._calls)
+        try:
+            return self._call(args, kwargs)
+        finally:
+            here.leave(outside)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         signature = self._arguments.bind(args, kwargs)
         known = self._placed.get(signature.key)
         placed = known or self._place(signature)

@@ -24,6 +24,7 @@ from .program.mapped import LOCAL, bind_node, group_mesh, local_instruction, mem
 from .program.torch_draws import is_effect, refuse_in_shard_map
 from .program.trace import user_line
 from .varying import Lockstep, Mapped, within
+from .watch import here
 
 T = TypeVar("T")
 
@@ -106,6 +107,7 @@ class _Runner(TorchDispatchMode):
         axes = tuple(rest[0])
         graph = Graph((0,), (), (node,), (Ref(1),), (TensorMeta.of(x), TensorMeta.of(x)))
         if not mapped.world.is_simulated:
+            here.collective = lambda: f"{name} over {', '.join(axes)} at {mapped.line()}"
             mapped.meet(axes, f"{name} over {', '.join(axes)}", None)
             return bind_node(node, graph, mapped.world[axes])([x])[0]
         values = mapped.lockstep.meet(mapped.place, f"{name} over {', '.join(axes)}", x, mapped.line())

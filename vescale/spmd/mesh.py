@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import math
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import lru_cache
 from itertools import combinations
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _compat
 from .._errors import ArgumentError, explain
-from . import world
+from . import watch, world
 from .layout import AbstractMesh
 
 
@@ -125,6 +126,8 @@ class Mesh:
             if parent is None:
                 _open.add(self)
                 self._make_groups()
+                if self.local_ranks:
+                    watch.start(self.world_ranks)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -310,11 +313,17 @@ class Mesh:
         created, self._created, self._device_mesh = self._created, [], None
         self._groups.clear()
         _open.discard(self)
+        if not _open:
+            watch.stop("it closed its mesh")
         if dist.is_initialized():
             for group in created:
                 dist.destroy_process_group(group)
             if not _open:
                 world.end()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        """Itself: a copy of what lives on a mesh lives on the same one (torch's async_save makes such)."""
+        return self
 
     def __repr__(self) -> str:
         axes = " x ".join(f"{a}={n}" for a, n in zip(self.axis_names, self.shape, strict=True))
@@ -329,6 +338,7 @@ class Mesh:
         """
         wide = [axis for axis in self.axis_names if self.abstract.axis_size(axis) > 1]
         everyone = list(range(dist.get_world_size()))
+        patience = timedelta(seconds=world.timeout())  # torch's default is another one than the world's
         for count in range(1, len(wide) + 1):
             for axes in combinations(wide, count):
                 if axes in self._groups:
@@ -339,7 +349,7 @@ class Mesh:
                         continue
                     ranks = [self.world_ranks[member] for member in members]
                     whole = ranks == everyone
-                    group: Any = dist.group.WORLD if whole else dist.new_group(ranks)
+                    group: Any = dist.group.WORLD if whole else dist.new_group(ranks, timeout=patience)
                     if set(members) & set(self.local_ranks):
                         self._groups[axes] = group
                         self._created += [] if whole else [group]
@@ -351,6 +361,7 @@ _open: WeakSet[Mesh] = WeakSet()  # meshes of processes
 @atexit.register
 def _close_all() -> None:
     """Whoever forgets `close` gets a clean exit all the same; see `Mesh.late_group`."""
+    watch.stop()
     for mesh in list(_open):
         mesh.close()
     world.end()

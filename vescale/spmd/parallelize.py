@@ -20,10 +20,13 @@ from .._errors import ArgumentError, PlanError, explain
 from . import rules as _rules  # noqa: F401  (registers them)
 from .abstract import refuse_abstract, standing_for
 from .agree import digest, give_up
-from .boundary import Apart, Static, enter, leave, own
+from .boundary import Apart, Boundary, Static, own
 from .closure import Getter, Guard, getters, read
 from .dtensor import DTensor
 from .kinds import kind_of
+from .lane_boundary import LaneBoundary
+from .lane_plan import LanePlan, with_lanes
+from .lanes import LaneMesh, not_in_lanes
 from .layout import Layout, replicated
 from .lowered import Inputs, Lowered
 from .mesh import Mesh
@@ -45,6 +48,7 @@ from .program.strict import refuse_unasked
 from .program.torch_draws import Source, using
 from .program.trace import Mark, Tracing, trace
 from .signature import PARTS, Arguments, Signature
+from .watch import here
 
 if TYPE_CHECKING:
     from .parallel_module import ParallelModule
@@ -52,7 +56,14 @@ if TYPE_CHECKING:
 
 @overload
 def parallelize(
-    fn: nn.Module, plan: Plan, *, static: bool = True, strict: bool = False, donate: Sequence[str] = ()
+    fn: nn.Module,
+    plan: Plan,
+    *,
+    static: bool = True,
+    strict: bool = False,
+    donate: Sequence[str] = (),
+    reduction: str | None = None,
+    lanes: Mapping[str, int] | None = None,
 ) -> ParallelModule: ...
 @overload
 def parallelize(
@@ -62,13 +73,29 @@ def parallelize(
     static: bool = True,
     strict: bool = False,
     donate: Sequence[str] = (),
+    reduction: str | None = None,
+    lanes: Mapping[str, int] | None = None,
 ) -> Parallelized: ...
 @overload
 def parallelize(
-    fn: Plan, plan: None = None, *, static: bool = True, strict: bool = False, donate: Sequence[str] = ()
+    fn: Plan,
+    plan: None = None,
+    *,
+    static: bool = True,
+    strict: bool = False,
+    donate: Sequence[str] = (),
+    reduction: str | None = None,
+    lanes: Mapping[str, int] | None = None,
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
 def parallelize(
-    fn: Any, plan: Any = None, *, static: bool = True, strict: bool = False, donate: Sequence[str] = ()
+    fn: Any,
+    plan: Any = None,
+    *,
+    static: bool = True,
+    strict: bool = False,
+    donate: Sequence[str] = (),
+    reduction: str | None = None,
+    lanes: Mapping[str, int] | None = None,
 ) -> Any:
     """Run `fn`, written for one device, on the mesh of `plan`. A call, or a decorator: `@parallelize(plan)`.
 
@@ -97,6 +124,14 @@ def parallelize(
     An `nn.Module` becomes a `ParallelModule`: it keeps sharded parameters and buffers of its own, placed by
     the plan, is called like the module, and its results can be differentiated with `.backward()`.
 
+    `reduction` says in which order contributions are added up: "ordered", one binary tree over the ranks of an
+    axis, so that the bits are those of simulated ranks, or "native", the backend's own; by default ordered
+    on cpu and native on cuda.
+
+    With `lanes={"dp": 8}` the program is decided for 8 ranks of dp, a power of two, and a mesh whose dp divides
+    that hosts several of them a rank: the bits of the results don't depend on how many ranks there are. Sums are
+    then ordered on every device. What rests ragged is cut for lanes: `vs.distribute(params, step.plan)`.
+
     With `static=False` nothing is traced: fn runs op by op on DTensors with real values, at every call.
     Prints, breakpoints, `.item()` and control flow on values work. Inputs, parameters, activations and
     results are placed as the plan says; in between each op decides for itself.
@@ -114,7 +149,9 @@ def parallelize(
     from .parallel_module import ParallelModule
 
     if isinstance(fn, Plan):
-        return lambda function: parallelize(function, fn, static=static, strict=strict, donate=donate)
+        return lambda function: parallelize(
+            function, fn, static=static, strict=strict, donate=donate, reduction=reduction, lanes=lanes
+        )
     if not isinstance(plan, Plan):
         raise ArgumentError(
             explain(
@@ -123,6 +160,7 @@ def parallelize(
                 remedy="vs.parallelize(fn, vs.Plan(mesh, params=..., inputs=...))",
             )
         )
+    _check_order(reduction, lanes, static, isinstance(fn, nn.Module))
     if isinstance(fn, nn.Module):
         if donate:
             raise ArgumentError(
@@ -133,7 +171,33 @@ def parallelize(
                 )
             )
         return ParallelModule(fn, plan, static=static, strict=strict)
-    return (Parallelized if static else Dynamic)(fn, plan, tuple(donate), strict)
+    if static:
+        return Parallelized(fn, plan, tuple(donate), strict, reduction, lanes)
+    return Dynamic(fn, plan, tuple(donate), strict)
+
+
+def _check_order(reduction: str | None, lanes: Mapping[str, int] | None, static: bool, module: bool) -> None:
+    """Raises ArgumentError for orders of sums that there aren't."""
+    rule, remedy = 'an order is "ordered" or "native"', "leave it out for the mesh's own"
+    if lanes is not None and reduction == "native":
+        rule = "the sums of lanes are taken in their tree, which the backend doesn't know"
+        remedy = "leave out one of the two"
+    elif not static and (lanes is not None or reduction is not None):
+        rule = "op by op each rank is one rank, and reduces as its mesh does"
+        remedy = "static=True"
+    elif module and (lanes is not None or reduction is not None):
+        rule = "a module's forward and backward are programs of the ranks that there are"
+        remedy = "a train step that takes vs.functional(module)'s params"
+    elif reduction in (None, "ordered", "native"):
+        return
+    raise ArgumentError(
+        explain(
+            f"static={static}, reduction={reduction!r}, lanes={lanes!r}",
+            where="parallelize",
+            rule=rule,
+            remedy=remedy,
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -150,7 +214,7 @@ class Decision:
     aliases: tuple[int, ...]  # results that may be memory of a plain tensor of the caller's
     modules: tuple[torch.nn.Module, ...]  # that fn called
     out_kinds: tuple[Any, ...]
-    places: Mapping[int, int]  # of the leaves that are tensors, among the inputs
+    places: Mapping[int, range]  # of the leaves that are tensors, among the inputs of a rank
     sources: tuple[Source, ...] = ()  # the generators that it draws from
     generators: tuple[torch.Generator, ...] = ()  # those of them that fn closes over
 
@@ -175,7 +239,13 @@ class Parallelized:
     """A function on a mesh: see `parallelize`. `__wrapped__` is the function for one device."""
 
     def __init__(
-        self, fn: Callable[..., Any], plan: Plan, donate: tuple[str, ...], strict: bool = False
+        self,
+        fn: Callable[..., Any],
+        plan: Plan,
+        donate: tuple[str, ...],
+        strict: bool = False,
+        reduction: str | None = None,
+        lanes: Mapping[str, int] | None = None,
     ) -> None:
         if not callable(fn):
             raise ArgumentError(
@@ -185,7 +255,14 @@ class Parallelized:
                     remedy="pass the train step itself",
                 )
             )
-        self._fn, self._plan, self._donate, self._strict = fn, plan, donate, strict
+        self._fn, self._donate, self._strict, self._reduction = fn, donate, strict, reduction
+        # Decisions follow `_plan`, which knows the ranks of programs. Where these are lanes, values
+        # outside are on the mesh of another plan.
+        self.plan = with_lanes(plan, lanes)
+        self._plan = self.plan.over_lanes if isinstance(self.plan, LanePlan) else plan
+        self._boundary = (
+            Boundary(plan.mesh) if self._plan is plan else LaneBoundary(plan.mesh, self._plan.mesh)
+        )
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._arguments = Arguments(fn)
         unknown = [name for name in donate if name not in self._arguments.names]
@@ -204,13 +281,21 @@ class Parallelized:
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outside = here.enter(self._name, self._calls + 1)
+        try:
+            return self._run(*self.entry(*args, **kwargs))
+        finally:
+            here.leave(outside)
+
+    def entry(self, *args: Any, **kwargs: Any) -> tuple[Entry, list[Any], list[torch.Tensor]]:
+        """What a call runs: the program of its signature, made on a miss; its leaves; what it closes over."""
         self._calls += 1
         signature, entry = self._find(args, kwargs)
         closed_over = entry.read() if entry is not None else None
         if entry is None or closed_over is None:
             entry = self._compile(signature)
             closed_over = [get() for get in entry.closed_over]
-        return self._run(entry, signature.leaves, closed_over)
+        return entry, signature.leaves, closed_over
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The program for arguments like these, without running it or communicating.
@@ -246,7 +331,8 @@ class Parallelized:
 
     @functools.cached_property
     def _mesh(self) -> Mesh:
-        return self._plan.hosted(self._name)
+        """The mesh of arguments and results."""
+        return self.plan.hosted(self._name)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Entry | None]:
         """The signature of a call, and the program that is kept for it."""
@@ -254,18 +340,17 @@ class Parallelized:
         return signature, self._cache.get((*signature.key, self._module_state(signature.key)))
 
     def _run(self, entry: Entry, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
-        mesh, decision = self._mesh, entry.decision
+        decision = entry.decision
         inputs = self._enter(decision, leaves, hidden)
         if decision.donated:
             self._donate_leaves(entry, leaves, inputs)
         with drawing(entry, leaves):
             results = own(entry.program(inputs), decision.aliases)
-        outputs = leave(mesh, results, decision.out_layouts, decision.out_kinds)
+        outputs = self._boundary.leave(results, decision.out_layouts, decision.out_kinds)
         return _tree.unflatten(decision.out_spec, outputs)
 
     def _enter(self, decision: Decision, leaves: list[Any], hidden: list[torch.Tensor]) -> Any:
-        return enter(
-            self._mesh,
+        return self._boundary.enter(
             leaves,
             decision.layouts,
             hidden,
@@ -278,9 +363,11 @@ class Parallelized:
             leaf = leaves[index]
             if isinstance(leaf, DTensor):
                 leaf.donate(decision.paths[index], call)
-            elif (place := decision.places[index]) in entry.program.overwritten:  # it stays the caller's
-                for values in inputs:
-                    values[place] = values[place].clone()
+                continue
+            for place in decision.places[index]:
+                if place in entry.program.overwritten:  # it stays the caller's
+                    for values in inputs:
+                        values[place] = values[place].clone()
         if entry.program.overwritten:
             entry.set_apart(inputs)
 
@@ -314,7 +401,8 @@ class Parallelized:
         return entry
 
     def _program(self, decision: Decision) -> Any:
-        return compile_partitioned(decision.partitioned, self._mesh, optimise=True)
+        hosted = self._plan.hosted(self._name)
+        return compile_partitioned(decision.partitioned, hosted, optimise=True, reduction=self._reduction)
 
     def _decide(self, signature: Signature) -> Decision:
         plan, mesh = self._plan, self._plan.mesh
@@ -328,7 +416,10 @@ class Parallelized:
             return results
 
         tracing = Tracing(
-            activations=plan.activation_rules(), device=plan.device, generators=signature.leaves
+            activations=plan.activation_rules(),
+            device=plan.device,
+            generators=signature.leaves,
+            lanes=mesh if isinstance(mesh, LaneMesh) else None,
         )
         inputs = [standing_for(TensorMeta.of(signature.leaves[index]), plan.device) for index in tensors]
         graph = cleanup(
@@ -352,7 +443,10 @@ class Parallelized:
         parameters = frozenset(
             value for value, index in zip(graph.inputs, tensors, strict=True) if marks[index] is not None
         )
-        partitioned = partition(graph, mesh.abstract, [*known, *hidden], wishes, parameters, names, results)
+        decide = functools.partial(partition, graph, mesh.abstract, [*known, *hidden])
+        partitioned = decide(wishes, parameters, names, results)
+        if self._stay_outside(partitioned, wishes, results):
+            partitioned = decide(wishes, parameters, names, results)
         if self._strict:
             refuse_unasked(partitioned, self._name)
         donated = tuple(
@@ -372,6 +466,9 @@ class Parallelized:
             Static(output) if number is None else partitioned.values[number].layout
             for output, number in zip(graph.outputs, partitioned.outputs, strict=True)
         )
+        leaving = self._boundary.places(
+            [layout if isinstance(layout, Layout) else None for layout in out_layouts]
+        )
         plain = {
             number
             for number, leaf in zip(partitioned.inputs, [signature.leaves[index] for index in tensors])
@@ -385,13 +482,13 @@ class Parallelized:
             out_layouts,
             donated,
             tuple(paths),
-            aliases(partitioned, plain),
+            tuple(place for index in aliases(partitioned, plain) for place in leaving[index]),
             tuple(tracing.roots),
             tuple(
-                None if value is None else kind_of(value.layout, value.meta.dtype)
+                None if value is None else kind_of(self._outside(value.layout), value.meta.dtype)
                 for value in [None if n is None else partitioned.values[n] for n in partitioned.outputs]
             ),
-            {index: place for place, index in enumerate(tensors)},
+            dict(zip(tensors, self._boundary.places(known), strict=True)),
             drawn_from(partitioned),
             tuple(tracing.closed),
         )
@@ -400,7 +497,7 @@ class Parallelized:
         self, signature: Signature, paths: list[str]
     ) -> tuple[list[Layout | None], list[Mark | None], tuple[Any, ...]]:
         """The layout of each leaf on entry, the marks of parameters, and those that move together."""
-        plan, mesh = self._plan, self._plan.mesh
+        plan, mesh, outside = self._plan, self._plan.mesh, self.plan.mesh
         plan.check_inputs(paths)
         prefix = f"{plan.params_arg}."
         own = {
@@ -439,6 +536,8 @@ class Parallelized:
                     )
                 )
             shape = tuple(leaf.shape)
+            owner = _owner(path, by_path)
+            likely = owner.rest if owner is not None and owner.rest.shape == shape else None
             wanted: Layout | None = None
             if index in parameters:
                 entry = parameters[index]
@@ -449,38 +548,67 @@ class Parallelized:
             elif (spec := plan.input_spec(path)) is not None:
                 wanted = Layout(mesh.abstract, spec, shape)
             elif not isinstance(leaf, DTensor):
-                owner = _owner(path, by_path)
-                wanted = (
-                    owner.rest
-                    if owner is not None and owner.rest.shape == shape
-                    else replicated(mesh.abstract, shape)
-                )
+                wanted = likely or replicated(mesh.abstract, shape)
             if isinstance(leaf, DTensor):
-                if leaf.mesh is not mesh or (wanted is not None and leaf.layout is not wanted):
+                inside = self._boundary.inside(leaf.layout, wanted, likely)
+                if leaf.mesh is not outside or inside is None:
                     raise self._mismatch(path, leaf, wanted)
-                wanted = leaf.layout
+                wanted = inside
             layouts.append(wanted)
         return layouts, marks, resolved.buckets
 
     def _mismatch(self, path: str, leaf: DTensor, wanted: Layout | None) -> PlanError:
-        if leaf.mesh is not self._plan.mesh:
+        mesh = self.plan.mesh
+        if leaf.mesh is not mesh:
             return PlanError(
                 explain(
                     f"{path} lives on {leaf.mesh}",
                     where=self._name,
-                    rule=f"arguments live on the plan's mesh object, {self._plan.mesh}",
+                    rule=f"arguments live on the plan's mesh object, {mesh}",
                     remedy="make one mesh and use it for the plan and for the tensors",
                 )
             )
-        assert wanted is not None
+        if wanted is None:
+            return PlanError(not_in_lanes(path, leaf.layout, self._plan.mesh.abstract, self._name))
+        outside = self._boundary.outside(wanted)
+        said = wanted.spec if outside is None else outside.spec
+        over, plan = ("", "plan") if self.plan is self._plan else (" for lanes", "step.plan")
         return PlanError(
             explain(
                 f"{path} has the layout {leaf.layout.spec}",
                 where=self._name,
-                rule=f"the plan says {wanted.spec}",
-                remedy=f"call vs.distribute(..., plan) first, or x.redistribute(vs.{wanted.spec!r})",
+                rule=f"the plan says {said}{over}",
+                remedy=f"call vs.distribute(..., {plan}) first, or x.redistribute(vs.{said!r})",
             )
         )
+
+    def _outside(self, layout: Layout) -> Layout:
+        outside = self._boundary.outside(layout)
+        assert outside is not None, layout
+        return outside
+
+    def _stay_outside(
+        self, partitioned: Partitioned, wishes: list[Layout | None], paths: Sequence[str]
+    ) -> bool:
+        """Whether results have layouts that no placements say outside: `wishes` then has others for them."""
+        found = False
+        for index, number in enumerate(partitioned.outputs):
+            if number is None:
+                continue
+            layout = partitioned.values[number].layout
+            if self._boundary.outside(layout) is None:
+                if wishes[index] is not None:
+                    raise PlanError(
+                        explain(
+                            f"the result {paths[index] or 'of fn'}, {layout.spec} over lanes of shape "
+                            f"{layout.shape}",
+                            where=self._name,
+                            rule="what the lanes of a rank hold of a result is a piece that placements say",
+                            remedy="a dim that divides by the lanes, or `outputs` that say another layout",
+                        )
+                    )
+                wishes[index], found = self._boundary.nearest(layout), True
+        return found
 
     def _wishes(
         self,
@@ -490,8 +618,21 @@ class Parallelized:
         signature: Signature,
         layouts: list[Layout | None],
     ) -> list[Layout | None]:
-        """The layouts of results: those that the plan says, else those of the argument that they mirror."""
+        """The layouts of results: those that the plan says, else those of the argument that they mirror.
+
+        Else those of the parameter whose path and shape they have, as state that a function makes.
+        """
         wishes: list[Layout | None] = [None] * len(shapes)
+        prefix = f"{self._plan.params_arg}."
+        by_path = {
+            path.removeprefix(prefix): layout
+            for path, layout in zip(signature.paths(), layouts, strict=True)
+            if path.startswith(prefix)
+        }
+        for index, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
+            owner = _owner(path.partition(".")[2], by_path)
+            if owner is not None and owner.shape == shape:
+                wishes[index] = owner
         for start, layouts_there in _mirrors(
             spec,
             shapes,

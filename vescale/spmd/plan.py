@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +66,12 @@ class Stager(Protocol):
 
     def store(self, buckets: tuple[Any, ...], tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """The DTensors at rest of each bucket, in memory of its own."""
+        ...
+
+    def grouped(
+        self, buckets: tuple[Any, ...], mesh: AbstractMesh, outside: Callable[[Layout], Layout]
+    ) -> tuple[Any, ...]:
+        """The buckets of lanes as those of the ranks of `mesh` that host them, see `lanes`."""
         ...
 
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from .hosted import bind_lanes
+from .lanes import LaneMesh
 from .layout import Layout, replicated
 from .locals import local_slice
 from .mesh import Mesh, group_ranks
@@ -23,7 +24,19 @@ from .placements import Replicate
 from .redistribute_plan import GATHER_BYTES, Step, chunk, plan
 from .reduction import Reduction, check_dtype, neutral
 from .regions import Block, overlap, region
-from .transport import Assemble, all_gather, all_to_all, assembler, pack, picker, reduce_scatter, unpack
+from .transport import (
+    Assemble,
+    all_gather,
+    all_reduce as native_all_reduce,
+    all_to_all,
+    assembler,
+    broadcast,
+    pack,
+    picker,
+    reduce_scatter,
+    unpack,
+)
+from .watch import here
 
 __all__ = ["Step", "bind", "bind_local", "bind_many", "plan", "redistribute", "redistribute_all", "scatter"]
 
@@ -57,10 +70,16 @@ def redistribute(
     _check_dtypes([steps], [values])
     for step in steps:
         if step.is_collective:
-            values = bind(step, mesh, reduction=reduction)(values)
+            run = bind(step, mesh, reduction=reduction)
+            here.collective = lambda step=step: _told(step)
+            values = run(values)
         else:
             values = _locally(step, values, mesh)
     return values
+
+
+def _told(step: Step) -> str:
+    return f"{step.kind} over {', '.join(step.axes)} from {step.src.spec} to {step.dst.spec}"
 
 
 def redistribute_all(
@@ -81,7 +100,9 @@ def redistribute_all(
     for members in rounds(plans, [locals[0].dtype if locals else None for locals in values]):
         steps = tuple(plans[i][at[i]] for i in members)
         if steps[0].is_collective:
-            apart = bind_many(steps, mesh, reduction=reduction)([values[i] for i in members])
+            run = bind_many(steps, mesh, reduction=reduction)
+            here.collective = lambda step=steps[0]: _told(step)
+            apart = run([values[i] for i in members])
         else:
             apart = [_locally(step, values[i], mesh) for step, i in zip(steps, members)]
         for i, moved in zip(members, apart, strict=True):
@@ -98,9 +119,10 @@ def scatter(value: Tensor, layout: Layout, mesh: Mesh, src_rank: int) -> Tensor:
     if not wide:
         return local_slice(value, layout, mesh.rank).clone(memory_format=torch.contiguous_format)
     group, shape = mesh.group(wide), layout.local_shape(mesh.rank)
+    here.collective = lambda: f"distribution of the value of rank {src_rank}"
     if layout is replicated(mesh.abstract, layout.shape):
         whole = value.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(whole, mesh.world_ranks[src_rank], group)
+        broadcast(whole, src_rank, group)
         return whole
     if mesh.rank == src_rank:
         parts = [local_slice(value, layout, rank).reshape(-1) for rank in range(mesh.size)]
@@ -223,6 +245,9 @@ def bind(step: Step, mesh: Mesh, *, reduction: str | None = None) -> Collective:
     assert step.src.mesh == mesh.abstract, (step, mesh)
     if not mesh.local_ranks:
         return lambda locals: []
+    if isinstance(mesh, LaneMesh):
+        lanes = bind_lanes((step,), mesh)
+        return lambda locals: lanes([locals])[0]
     if not mesh.is_simulated:
         return _bind_processes((step,), mesh, reduction)  # one rank, so one tensor a step
     if step.kind in ("all_gather", "all_to_all"):
@@ -238,6 +263,8 @@ def bind_many(steps: tuple[Step, ...], mesh: Mesh, *, reduction: str | None = No
     backend's, which may depend on how much it reduces at once.
     """
     assert len({(step.kind, step.axes, step.reductions) for step in steps}) == 1, steps
+    if isinstance(mesh, LaneMesh) and mesh.local_ranks:
+        return bind_lanes(steps, mesh)
     if mesh.is_simulated or not mesh.local_ranks:
         each = [bind(step, mesh, reduction=reduction) for step in steps]
         return lambda locals: [one(pieces) for one, pieces in zip(each, locals, strict=True)]
@@ -408,7 +435,7 @@ def _native_reduce(steps: tuple[Step, ...], mesh: Mesh) -> Collective:
     def all_reduce(locals: Sequence[Tensor]) -> list[Tensor]:
         flat = flatten(locals)
         total = flat.clone() if len(steps) == 1 else flat  # several have just been copied together
-        dist.all_reduce(total, reduce.native, group())
+        native_all_reduce(total, reduce.native, group())
         return unflatten(reduce.finish(total))
 
     if steps[0].kind == "all_reduce":

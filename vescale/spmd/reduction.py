@@ -45,12 +45,16 @@ class Reduction:
 
     def tree(self, contributions: Sequence[Tensor]) -> Tensor:
         """The reduced value, in memory of its own; two contributions or more."""
+        return self.finish(self.partial(contributions))
+
+    def partial(self, contributions: Sequence[Tensor]) -> Tensor:
+        """The value of one node of the tree, from all that is below it; not divided yet."""
         level = self._level(contributions)
         while len(level) > 1:
             # Left operands are results of the level before, never a contribution: an odd one
             # that is carried up stays last, and so on the right.
             level = self._level(level, in_place=True)
-        return self.finish(level[0])
+        return level[0]
 
     def finish(self, total: Tensor) -> Tensor:
         """The average from a sum that is ours to overwrite; other reductions are done already."""

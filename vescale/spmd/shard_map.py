@@ -32,11 +32,12 @@ from .program.cache import CacheInfo, ProgramCache
 from .program.ir import Ref, TensorMeta
 from .program.mapped import MappedTrace, rank_at, trace_mapped
 from .program.program import Collectives, Program, collectives_of, compile_mapped
-from .program.trace import is_recording
+from .program.trace import current_trace, is_recording
 from .pullback import Pullback, call, compile_pullback, cotangent_layout, differentiable
 from .signature import PARTS, Arguments, Signature
 from .specs import UNSAID, Specs, global_shape
 from .varying import current_map
+from .watch import here
 
 
 def shard_map(
@@ -147,6 +148,8 @@ class ShardMapped:
             )
         self._fn, self.mesh, self._check, self._redistribute = fn, mesh, check, redistribute
         self._static = static
+        self._over = lambda lanes: ShardMapped(fn, lanes, in_specs, out_specs, axis_names, check)
+        self._on_lanes: ShardMapped | None = None
         self.name = getattr(fn, "__qualname__", type(fn).__name__)
         self._axes = tuple(mesh.axis_names if axis_names is None else axis_names)
         for axis in self._axes:
@@ -179,7 +182,7 @@ class ShardMapped:
             below = any(base is not tensor for base, tensor in zip(wrapped, tensors, strict=True))
             signature = self._arguments.with_tensors(signature, wrapped) if below else signature
         if is_recording():
-            return call_in_trace(self, signature, tensors)
+            return call_in_trace(self._where_it_runs(), signature, tensors)
         if below:
             return call(self, signature, tensors)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -187,6 +190,16 @@ class ShardMapped:
         entry = self._entry(signature)
         results = own(self.run(entry, entry.program, signature.leaves), entry.shared)
         return _tree.unflatten(entry.out_spec, leave(self.mesh, results, entry.out_layouts))
+
+    def _where_it_runs(self) -> ShardMapped:
+        """In a program over lanes: the same function, mapped over these."""
+        tracing = current_trace()
+        lanes = tracing.lanes if tracing is not None else None
+        if lanes is None or lanes.hosts is not self.mesh:
+            return self
+        if self._on_lanes is None or self._on_lanes.mesh is not lanes:
+            self._on_lanes = self._over(lanes)
+        return self._on_lanes
 
     def _run_dynamic(self, signature: Signature) -> Any:
         """The mapped function on real values: see `dynamic_map`."""
@@ -480,15 +493,19 @@ class ShardMapped:
     def run(self, entry: Entry | Pullback, program: Program, leaves: Sequence[Any]) -> list[list[Any]]:
         """Run one of the entry's programs on global arguments: the local results of each hosted rank."""
         self._calls += 1
-        return program(
-            enter(
-                self.mesh,
-                leaves,
-                entry.layouts,
-                [place() for place in entry.hidden],
-                lambda index, leaf, layout: self._mismatch(entry.paths[index], leaf, layout),
+        outside = here.enter(self.name, self._calls)
+        try:
+            return program(
+                enter(
+                    self.mesh,
+                    leaves,
+                    entry.layouts,
+                    [place() for place in entry.hidden],
+                    lambda index, leaf, layout: self._mismatch(entry.paths[index], leaf, layout),
+                )
             )
-        )
+        finally:
+            here.leave(outside)
 
     # Gradients from outside: see `pullback`.
 

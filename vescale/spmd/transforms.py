@@ -101,6 +101,12 @@ def constrain_tree(tree: Any, spec: P) -> Any:
     )
 
 
+def pinned(x: torch.Tensor, layout: Layout, cause: str) -> torch.Tensor:
+    """`constrain` to a layout, for what needs no gradient; `cause` says in the program why it moves."""
+    tracing = current_trace()
+    return x if tracing is None else _pin(tracing, x, Pin(layout, cause), transpose=False)
+
+
 def _pin(tracing: Tracing, x: torch.Tensor, pin: Pin, transpose: bool) -> torch.Tensor:
     """The traced constraint; with `transpose` the gradient is pinned alike."""
     if tracing.mesh is not None:

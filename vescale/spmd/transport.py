@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import watch
 from .regions import Block, strides
 
 Assemble = Callable[[Sequence[Tensor]], Tensor]
@@ -129,12 +130,13 @@ def start_all_to_all(
     """Begin an `all_to_all`; call the result, once, for what it returns. It holds the memory that is sent."""
     recv = send.new_empty(sum(out_splits))
     work = _begin_exchange(recv, send, out_splits, in_splits, group)
-    return _arriving(recv, work, send)
+    return _arriving(recv, work, send, group)
 
 
 def _begin_exchange(
     recv: Tensor, send: Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup
 ) -> Any:
+    watch.begin()
     if send.dtype in _CARRIED or send.is_cuda:
         return dist.all_to_all_single(recv, send, out_splits, in_splits, group, async_op=True)
     size = send.dtype.itemsize
@@ -148,17 +150,24 @@ def _begin_exchange(
     )
 
 
-def _arriving(recv: Tensor, work: Any, send: Tensor) -> Callable[[], Tensor]:
+def _arriving(recv: Tensor, work: Any, send: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """A function that waits for what is under way; until then it holds the memory that is sent."""
     pending = [(work, send)]
 
     def wait() -> Tensor:
-        work, _ = pending.pop()
-        if work is not None:
-            work.wait()
+        work, sent = pending.pop()
+        _finish(work, sent, group)
         return recv
 
     return wait
+
+
+def _finish(work: Any, sent: Tensor, group: dist.ProcessGroup) -> None:
+    """Wait for what is under way; on cuda only the stream does, and the backend watches over it."""
+    if not sent.is_cuda:
+        watch.finish(work, group)
+    elif work is not None:
+        work.wait()
 
 
 # Up to this many bytes in all, a gather on gloo is an exchange of copies; see `start_all_gather`.
@@ -178,25 +187,40 @@ def start_all_gather(send: Tensor, count: int, group: dist.ProcessGroup) -> Call
     """
     size = send.numel()
     if send.is_cuda or (send.nbytes * count > COPIED_BYTES and count > 2 and send.dtype in _CARRIED):
+        watch.begin()
         recv = send.new_empty(size * count)
-        return _arriving(recv, _gather_single(recv, send, group, async_op=True), send)
+        return _arriving(recv, _gather_single(recv, send, group, async_op=True), send, group)
     if count != 2:
         return start_all_to_all(torch.cat([send] * count), [size] * count, [size] * count, group)
     recv, me = send.new_empty(2 * size), group.rank()  # two ranks swap what they have
     own, other = recv[me * size :][:size], recv[(1 - me) * size :][:size]
     own.copy_(send)
     splits = [size * (rank != me) for rank in (0, 1)]
-    return _arriving(recv, _begin_exchange(other, send, splits, splits, group), send)
+    return _arriving(recv, _begin_exchange(other, send, splits, splits, group), send, group)
 
 
 def reduce_scatter(send: Tensor, splits: list[int], index: int, op: Any, group: dist.ProcessGroup) -> Tensor:
     """The backend's own reduce-scatter of flat pieces; `index` is this rank's place in the group."""
+    watch.begin()
     out = send.new_empty(splits[index])
     if len(set(splits)) == 1:
-        _reduce_scatter_single(out, send, op, group)
+        work = _reduce_scatter_single(out, send, op, group, async_op=True)
     else:
-        dist.reduce_scatter(out, list(send.split(splits)), op, group)
+        work = dist.reduce_scatter(out, list(send.split(splits)), op, group, async_op=True)
+    _finish(work, send, group)
     return out
+
+
+def all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    """The backend's own all-reduce, in place."""
+    watch.begin()
+    _finish(dist.all_reduce(tensor, op, group, async_op=True), tensor, group)
+
+
+def broadcast(tensor: Tensor, root: int, group: dist.ProcessGroup) -> None:
+    """What the member number `root` of the group has, in place."""
+    watch.begin()
+    _finish(dist.broadcast(tensor, group_src=root, group=group, async_op=True), tensor, group)
 
 
 def _at(tensor: Tensor, block: Block) -> Tensor:

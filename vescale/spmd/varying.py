@@ -138,6 +138,11 @@ def current_map(call: str) -> Mapped:
     return mapped
 
 
+def is_mapped() -> bool:
+    """Whether a mapped function is running, on real values or to be traced, in this context."""
+    return _current.get() is not None
+
+
 def within(mapped: Mapped, call: Callable[[], T]) -> T:
     """`call()` as part of the mapped function, with joins put in."""
     token = _current.set(mapped)

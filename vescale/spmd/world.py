@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .. import _compat
 from .._errors import ArgumentError, explain
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -44,11 +45,37 @@ def start(device: torch.device | str | None = None) -> torch.device:
 
 
 def _init(backend: str) -> None:
-    # A hang is a failure: what waits longer than this for its peers gets an error.
-    seconds = float(os.environ.get("VESCALE_TIMEOUT", "300"))
-    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    dist.init_process_group(backend, timeout=timedelta(seconds=_asked() or 300.0))
     assert dist.group.WORLD is not None
     _started.append(dist.group.WORLD)
+
+
+def timeout() -> float:
+    """Seconds after which a rank that waits for others gets an error: a hang is a failure.
+
+    `VESCALE_TIMEOUT`, else the timeout of the process group, which is 300 when it is made here.
+    """
+    return _asked() or _compat.group_timeout(dist.group.WORLD).total_seconds()
+
+
+def _asked() -> float | None:
+    text = os.environ.get("VESCALE_TIMEOUT")
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ArgumentError(
+            explain(
+                f"VESCALE_TIMEOUT={text!r}",
+                where="make_mesh",
+                rule="the timeout is a positive number of seconds",
+                remedy="for example VESCALE_TIMEOUT=300",
+            )
+        )
+    return seconds
 
 
 def device(where: torch.device | str | None = None) -> torch.device:

@@ -2,17 +2,19 @@
 
 Starting processes takes seconds, a job some tens of milliseconds. A job is a function that can be
 imported, with arguments that can be pickled; every rank runs it, and what they return comes back as a list.
-A rank that doesn't answer in time is a failure that names it, and so is an exception on any rank.
+A rank that doesn't answer in time is a failure that names it, and so is one that dies, and an exception
+on any rank.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -22,9 +24,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_LAST_WORDS = 10.0  # seconds that the others have for their answers when a rank has died
+
 
 class RankError(Exception):
-    """A job failed on some ranks, or they did not answer."""
+    """A job failed on some ranks, or they did not answer.
+
+    `answers` has what the others returned, by rank; `died` the exit codes of those whose process ended.
+    """
+
+    def __init__(
+        self, text: str, answers: Mapping[int, Any] | None = None, died: Mapping[int, int] | None = None
+    ) -> None:
+        super().__init__(text)
+        self.answers, self.died = dict(answers or {}), dict(died or {})
 
 
 class RankPool:
@@ -53,13 +66,23 @@ class RankPool:
         missing = [rank for rank in range(self.size) if rank not in answers]
         if not failed and not missing:
             return [answers[rank][1] for rank in range(self.size)]
+        died = self._died(missing)
+        silent = [rank for rank in missing if rank not in died]
         # Their group may be in the middle of something: nothing sensible can follow.
         self.close()
         lines = [f"rank {rank}: {text}" for rank, text in sorted(failed.items())]
-        if missing:
-            who = ", ".join(map(str, missing))
-            lines.append(f"no answer within {self.timeout:g} s from rank {who}")
-        raise RankError("\n".join([f"{fn.__module__}.{fn.__qualname__}", *lines]))
+        lines += [f"rank {rank} died, with exit code {code}" for rank, code in died.items()]
+        if silent:
+            lines.append(f"no answer within {self.timeout:g} s from rank {', '.join(map(str, silent))}")
+        text = "\n".join([f"{fn.__module__}.{fn.__qualname__}", *lines])
+        raise RankError(text, {rank: answer for rank, (ok, answer) in answers.items() if ok}, died)
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each rank; they are started if there are none."""
+        if not self._ranks:
+            self._start()
+        return [process.pid for process, _ in self._ranks]
 
     def close(self) -> None:
         """End the processes."""
@@ -98,6 +121,13 @@ class RankPool:
             self.close()
             raise RankError(f"rank {', '.join(map(str, late))} did not start: {ready}")
 
+    def _died(self, ranks: list[int]) -> dict[int, int]:
+        """The exit codes of those of `ranks` whose process has ended."""
+        for rank in ranks:
+            self._ranks[rank][0].join(0.2)  # its pipe is closed a moment before
+        codes = {rank: self._ranks[rank][0].exitcode for rank in ranks}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
     def _collect(self, seconds: float) -> dict[int, tuple[bool, Any]]:
         """What each rank answers, by rank; those that are silent or gone are left out."""
         answers: dict[int, tuple[bool, Any]] = {}
@@ -109,14 +139,15 @@ class RankPool:
                 rank = waiting.pop(pipe)
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
-                except (EOFError, OSError):
-                    continue
+                except (EOFError, OSError):  # it died, and the others will not be long
+                    end = min(end, time.monotonic() + _LAST_WORDS)
         return answers
 
 
 def _serve(rank: int, size: int, store: str, timeout: float, pipe: Connection) -> None:
     """The life of a rank: join the group, then jobs until the pipe is closed."""
     torch.set_num_threads(1)
+    os.environ.setdefault("VESCALE_HEARTBEAT", "0.25")  # what became of the others is told sooner, too
     # Shorter than the pool's patience, so that a hung collective, or a rank that nobody hears from, is
     # told by its own error.
     patience = timedelta(seconds=timeout * 0.8)

@@ -173,7 +173,7 @@ def candidates(
         for state in found
         if isinstance(state, RaggedShard) and len(state.dims) <= pattern.ragged
         if (rows := leading(dims, len(state.dims)))
-        and not pattern.whole.intersection(rows)
+        and (pattern.between is not None or not pattern.whole.intersection(rows))
         and Cut(state, rows).has_results(pattern)
     )
 

@@ -117,7 +117,9 @@ def _legal(
     try:
         for index, operand in enumerate(operands):
             states = {axis: candidate.operand(pattern, index) for axis, candidate in chosen.items()}
-            layout_from(mesh, operand.meta.shape, states)
+            layout = layout_from(mesh, operand.meta.shape, states)
+            if pattern.between is not None and not pattern.between(layout):
+                return False
         for place, meta in enumerate(results):
             states = {axis: candidate.result(pattern, place) for axis, candidate in chosen.items()}
             layout_from(mesh, meta.shape, states)

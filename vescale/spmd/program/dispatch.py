@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 
-from ..._compat import OpOverload, functional_form, is_mutable, view_source, written_arguments
+from ..._compat import (
+    OpOverload,
+    functional_form,
+    is_mutable,
+    plain_dispatch,
+    view_source,
+    written_arguments,
+)
 from ..._errors import ArgumentError, ConsistencyError, ShardingError, explain
 from ..boundary import Static, enter, leave
 from ..dtensor import DTensor
@@ -78,6 +85,8 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         form, rest = functional_form(func), {name: value for name, value in kwargs.items() if name != "out"}
         if form is not None:
             return kwargs["out"].copy_(form(*args, **rest))
+    if func is aten.squeeze_.dim and isinstance(args[0], DTensor):
+        return _squeeze(*args)
     if updates_statistics(func, args):
         *results, mean, var = aten._native_batch_norm_legit_functional.default(*args)
         args[3].copy_(mean)
@@ -241,6 +250,14 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     else:
         return args[0]
     raise ArgumentError(explain(found, where=func, rule=rule, remedy=remedy))
+
+
+def _squeeze(x: DTensor, dim: int) -> DTensor:
+    """What torch's own `vector @ matrix` does to its result: a DTensor in another shape, the same memory."""
+    squeezed: Any = aten.squeeze.dim(x, dim)
+    x.layout, x._locals, x._kind = squeezed.layout, squeezed._locals, None
+    with plain_dispatch():
+        return aten.squeeze_.dim(x, dim)
 
 
 def _moves(partitioned: Partitioned) -> tuple[tuple[int, Layout], ...]:

@@ -19,6 +19,8 @@ from .ir import Node, Ref, map_args
 from .partition import Draw, Partitioned
 from .torch_draws import Source, draws_from_nothing, set_torch_state, torch_draw, torch_state
 
+Kept = Callable[[int, int], bool]  # whether a value is wanted on a rank
+
 
 class BoundDraw:
     """A draw bound to the hosted ranks: the operands of each -> the results of each."""
@@ -30,10 +32,10 @@ class BoundDraw:
         return self.run(values)
 
 
-def bind_draw(step: Draw, partitioned: Partitioned, mesh: Mesh) -> BoundDraw:
-    """The draw of `step` for the ranks that `mesh` hosts here."""
+def bind_draw(step: Draw, partitioned: Partitioned, mesh: Mesh, kept: Kept | None = None) -> BoundDraw:
+    """The draw of `step` for the ranks that `mesh` hosts here; results that are not `kept` may be None."""
     if draws_from_nothing(step.node):
-        return BoundDraw(_own_elements(step, partitioned, mesh))
+        return BoundDraw(_own_elements(step, partitioned, mesh, kept or (lambda value, rank: True)))
     if step.node.op is torch_state:
         return BoundDraw(lambda values: [[step.node.args[0].find().get_state()] for _ in values])
     if step.node.op is set_torch_state:
@@ -41,31 +43,39 @@ def bind_draw(step: Draw, partitioned: Partitioned, mesh: Mesh) -> BoundDraw:
     return BoundDraw(lambda values: _whole(step, values))
 
 
-def _own_elements(step: Draw, partitioned: Partitioned, mesh: Mesh) -> Callable[[Any], list[list[Tensor]]]:
+def _own_elements(
+    step: Draw, partitioned: Partitioned, mesh: Mesh, kept: Kept
+) -> Callable[[Any], list[list[Tensor | None]]]:
     node, values = step.node, partitioned.values
-    layouts = [values[number].layout for number in step.results if number is not None]
-    dtype = next((values[number].meta.dtype for number in step.results if number is not None), None)
-    runs = {
-        layout: {rank: Runs(compressed(layout.regions(rank))) for rank in mesh.local_ranks}
-        for layout in layouts
-    }
+    made = [number for number in step.results if number is not None]
+    layouts = [values[number].layout for number in made]
+    dtype = next((values[number].meta.dtype for number in made), None)
+    wanted = [
+        [
+            (layout.local_shape(rank), Runs(compressed(layout.regions(rank)))) if kept(number, rank) else None
+            for number, layout in zip(made, layouts, strict=True)
+        ]
+        for rank in mesh.local_ranks
+    ]
 
-    def run(_: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        made = [
-            [torch.empty(layout.local_shape(rank), dtype=dtype, device=mesh.device) for layout in layouts]
-            for rank in mesh.local_ranks
-        ]
-        wanted = [
-            (out.view(-1), runs[layout][rank])
-            for rank, outs in zip(mesh.local_ranks, made, strict=True)
-            for layout, out in zip(layouts, outs, strict=True)
-        ]
+    def run(_: Sequence[Sequence[Tensor]]) -> list[list[Tensor | None]]:
+        results: list[list[Tensor | None]] = []
+        targets = []
+        for of_rank in wanted:
+            results.append([])
+            for entry in of_rank:
+                out = None
+                if entry is not None:
+                    shape, runs = entry
+                    out = torch.empty(shape, dtype=dtype, device=mesh.device)
+                    targets.append((out.view(-1), runs))
+                results[-1].append(out)
         if node.op is torch_draw:
             stream, source = node.args
-            draw(stream, wanted, source.find())
+            draw(stream, targets, source.find())
         else:
-            take(_run(node, []).contiguous().view(-1), wanted)
-        return made
+            take(run_whole(node, []).contiguous().view(-1), targets)
+        return results
 
     return run
 
@@ -77,13 +87,14 @@ def _set_state(source: Source, values: Sequence[Sequence[Tensor]]) -> list[list[
 
 def _whole(step: Draw, values: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
     """The op on whole values, which all ranks have."""
-    result = _run(step.node, values[0])
+    result = run_whole(step.node, values[0])
     first = list(result) if isinstance(result, (tuple, list)) else [result]
     others = [[_copy(part) for part in first] for _ in values[1:]]
     return [[_own(part) for part in first], *others]
 
 
-def _run(node: Node, values: Sequence[Tensor]) -> Any:
+def run_whole(node: Node, values: Sequence[Tensor]) -> Any:
+    """A random op that is no `torch_draw`, on whole values; its generator is found in the call."""
     operands = iter(values)
     local: Callable[[Ref], Tensor] = lambda ref: next(operands)  # noqa: E731
     args = [_found(map_args(arg, local)) for arg in node.args]

@@ -106,6 +106,12 @@ class DrawExchange:
         return [target for target in self.targets if target is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class LaneExchange(DrawExchange):
+    """A collective in which several lanes of a rank take part, see `hosting`: the value of each, and what of
+    the results is kept."""
+
+
 Instruction = Call | Exchange | StartExchange | WaitExchange | DrawExchange
 EXCHANGES = (Exchange, StartExchange, WaitExchange, DrawExchange)  # where a rank stops for the others
 

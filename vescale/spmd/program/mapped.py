@@ -14,18 +14,18 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..._compat import view_source
 from ..._errors import TraceError, explain
 from ..collective_ops import OPS
+from ..lanes import LaneMesh, lanes_of
 from ..layout import AbstractMesh, Layout
 from ..mesh import Mesh, group_ranks, make_mesh
 from ..placements import P, Partial, RaggedShard, Shard
 from ..redistribute import Collective, bind, bind_local, plan
 from ..redistribute_plan import chunk
-from ..transport import all_to_all
+from ..transport import all_to_all, broadcast as broadcast_over
 from ..varying import Apart, Lockstep, Mapped, within
 from .cleanup import cleanup
 from .constants import fill_by_shape
@@ -288,6 +288,8 @@ def bind_all(traced: MappedTrace, mesh: Mesh, graphs: Callable[[Variant], Graph]
 
 def bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Collective:
     axes = tuple(node_of(mesh.local_ranks[0])[0].args[1])
+    if isinstance(mesh, LaneMesh) and not mesh.is_simulated:
+        return _bind_lane_groups(mesh, axes, node_of)
     if not mesh.is_simulated:
         return bind_node(*node_of(mesh.rank), mesh[axes])
     inside = group_mesh(mesh.abstract, axes)
@@ -305,6 +307,68 @@ def bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Col
         return results
 
     return exchange
+
+
+def _bind_lane_groups(
+    mesh: LaneMesh, axes: tuple[str, ...], node_of: Callable[[int], tuple[Node, Graph]]
+) -> Collective:
+    """For lanes of processes: the groups that have lanes here, one after another."""
+    place = {lane: at for at, lane in enumerate(mesh.local_ranks)}
+    groups: dict[tuple[int, ...], tuple[list[int], Collective]] = {}
+    for lane in mesh.local_ranks:
+        members = group_ranks(mesh.abstract, axes, lane)
+        if members not in groups:
+            here = [place[member] for member in members if member in place]
+            groups[members] = here, _bind_lane_group(mesh[axes], node_of, members)
+
+    def exchange(locals: Sequence[Tensor]) -> list[Tensor]:
+        results: list[Any] = [None] * len(locals)
+        for here, run in groups.values():
+            for at, result in zip(here, run([locals[at] for at in here]), strict=True):
+                results[at] = result
+        return results
+
+    return exchange
+
+
+def _bind_lane_group(
+    part: Mesh, node_of: Callable[[int], tuple[Node, Graph]], members: Sequence[int]
+) -> Collective:
+    """What is planned as steps is an exchange of lanes; else all have all, and each does its part of it."""
+    assert isinstance(part, LaneMesh)
+    mine = node_of(members[part.local_ranks[0]])
+    if collective_name(mine[0]) not in ("all_to_all", "broadcast", "ppermute"):
+        return bind_node(*mine, part)
+    shapes = []
+    for member in members:
+        node, graph = node_of(member)
+        shapes.append(graph.metas[node.args[0].id].shape)
+    gather, run = _gather_lanes(part, shapes), bind_node(*mine, group_mesh(part.abstract, part.axis_names))
+
+    def exchange(locals: Sequence[Tensor]) -> list[Tensor]:
+        results = run(gather(locals))
+        return [results[lane].clone() for lane in part.local_ranks]
+
+    return exchange
+
+
+def _gather_lanes(part: LaneMesh, shapes: Sequence[Sequence[int]]) -> Collective:
+    """The values of the lanes of this process -> those of all lanes, in order."""
+    hosts = [lanes_of(host, part.abstract, part.hosts.abstract) for host in range(part.hosts.size)]
+    if len(hosts) == 1:
+        return list
+    order = [lane for lanes in hosts for lane in lanes]
+    sizes = [math.prod(shapes[lane]) for lane in order]
+    receive = [sum(math.prod(shapes[lane]) for lane in lanes) for lanes in hosts]
+    group = part.late_group(part.axis_names)
+
+    def gather(locals: Sequence[Tensor]) -> list[Tensor]:
+        send = torch.cat([value.reshape(-1) for value in locals])
+        arrived = all_to_all(send.repeat(len(hosts)), [send.numel()] * len(hosts), receive, group())
+        found = dict(zip(order, arrived.split(sizes), strict=True))
+        return [found[lane].view(tuple(shapes[lane])) for lane in range(part.size)]
+
+    return gather
 
 
 def group_mesh(mesh: AbstractMesh, axes: Sequence[str]) -> Mesh:
@@ -446,7 +510,7 @@ def _bind_broadcast(group: Mesh, root: int) -> Collective:
 
     def broadcast(values: Sequence[Tensor]) -> list[Tensor]:
         result = values[0].clone(memory_format=torch.contiguous_format)
-        dist.broadcast(result, group_src=root, group=process_group())
+        broadcast_over(result, root, process_group())
         return [result]
 
     return broadcast

@@ -172,10 +172,11 @@ def results(step: AnyStep) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LocalValue:
-    """One layout of a global value."""
+    """One layout of a global value: of the graph's value `source`, unless it is none (a bucket's buffer)."""
 
     meta: TensorMeta
     layout: Layout
+    source: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +325,7 @@ class _Walk:
         return number
 
     def new(self, value: int, layout: Layout) -> int:
-        self.values.append(LocalValue(self.metas[value], layout))
+        self.values.append(LocalValue(self.metas[value], layout, value))
         return len(self.values) - 1
 
     def home(self, value: int) -> Layout:
@@ -457,6 +458,9 @@ class _Walk:
             assert out is not None
             self.deferred[out], self.made[out] = (node, pattern), {}
             return
+        if pattern.follow is not None:
+            self.follow(node, pattern, operands)
+            return
         chosen = self.choose(node, pattern, operands)
         for candidate in chosen.values():
             for factor in split_by(candidate):
@@ -501,6 +505,21 @@ class _Walk:
         for out in node.outs:
             if out is not None and self.uses[out] > 1 and self.home(out).partials:
                 self.reduce_at_source(node, out)
+
+    def follow(self, node: Node, pattern: Pattern, operands: list[int]) -> None:
+        """A node that runs where its first operand is: the others come there."""
+        assert pattern.follow is not None
+        targets, layouts = pattern.follow(self.settled(operands[0]))
+        numbers = [
+            self.obtain(value, target, self.cause(value, node, target), self.origin(value, node))
+            for value, target in zip(operands, targets, strict=True)
+        ]
+        results: list[int | None] = []
+        for out, layout in zip(node.outs, layouts, strict=True):
+            results.append(None if out is None else self.define(out, layout))
+            if out is not None:
+                self.makers[out] = node
+        self.steps.append(Compute(node, pattern, tuple(numbers), tuple(results)))
 
     def cause(self, value: int, user: Node, target: Layout) -> Cause:
         """Why a value moves: its name or maker, and who needs it so."""
@@ -708,6 +727,8 @@ class _Walk:
             if not any(other in self.pinned for other in operands) or find_rule(node.op) is None:
                 continue
             pattern = self.pattern(node, operands)
+            if pattern.follow is not None:
+                continue
             chosen, _ = self.weigh(node, pattern, operands)
             place = operands.index(value)
             states = {axis: candidate.operand(pattern, place) for axis, candidate in chosen.items()}

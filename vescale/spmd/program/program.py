@@ -15,18 +15,19 @@ from typing import Any
 import torch
 
 from ..._compat import below_autograd
-from ..._errors import ConsistencyError
-from ..agree import stuck
+from ..lanes import LaneMesh
 from ..layout import AbstractMesh
 from ..mapped_call import mapped_call
 from ..mesh import Mesh
 from ..overlap import bind_start
 from ..redistribute import Collective, bind
+from ..watch import here
 from . import passes
 from .cause import REFUSED
 from .codegen import generate
-from .draw import BoundDraw, bind_draw
+from .draw import bind_draw
 from .emit import Call, Instruction, Listing, emit
+from .hosting import Hosting, bind_exchanges, host_listing
 from .ir import Graph, Ref, TensorMeta, map_args
 from .mapped import (
     MappedTrace,
@@ -185,44 +186,53 @@ def aliases(partitioned: Partitioned, inputs: set[int]) -> tuple[int, ...]:
 
 def as_text(partitioned: Partitioned) -> str:
     """The decided program, one line an instruction, with layouts: the same for every rank."""
-    values = partitioned.values
-
-    def look(number: int) -> str:
-        layout = ", ".join(f"{axis}={placement!r}" for axis, placement in values[number].layout.spec.items())
-        return f"v{number}: {values[number].meta}{f' {{{layout}}}' if layout else ''}"
-
-    lines = [f"mesh {partitioned.mesh}", *(f"input  {look(number)}" for number in partitioned.inputs)]
+    lines = [
+        f"mesh {partitioned.mesh}",
+        *(f"input  {_look(number, partitioned)}" for number in partitioned.inputs),
+    ]
     for step in partitioned.steps:
-        if isinstance(step, Move):
-            moved = f"{step.step.kind} over {'+'.join(step.step.axes)} (v{step.source})"
-            lines.append(f"{look(step.target)} = {moved}  # {step.cause}")
-        elif isinstance(step, Start):
-            sources = ", ".join(f"v{number}" for number in step.sources)
-            first = step.moves[0].step
-            started = f"start {first.kind} over {'+'.join(first.axes)} ({sources})"
-            lines.append(f"t{step.ticket} = {started}  # {step.moves[0].cause}")
-        elif isinstance(step, Wait):
-            shown = ", ".join(map(look, step.start.targets))
-            lines.append(f"{shown} = wait (t{step.start.ticket})")
-        elif isinstance(step, Map):
-            made = mapped_call(step.handle)
-            shown = ", ".join(look(number) for number in step.results if number is not None)
-            operands = ", ".join(f"v{number}" for number in step.operands)
-            lines.append(f"{shown} = {made.name} mapped ({operands})  # {step.origin}")
-            lines += [f"    {line}" for line in made.traced.lines()]
-        elif isinstance(step, Local):
-            operands = ", ".join(f"v{number}" for number in step.operands)
-            shown = ", ".join(look(number) for number in step.results)
-            lines.append(f"{shown} = {step.name} ({operands})  # {step.origin}")
-        elif isinstance(step, Draw):
-            shown = ", ".join(look(number) if number is not None else "_" for number in step.results)
-            what = f"{step} from {step.node.args[1]}" if step.node.op is torch_draw else _called(step)
-            lines.append(f"{f'{shown} = ' if shown else ''}draw {what}  # {step.node.origin}")
-        else:
-            shown = ", ".join(look(number) if number is not None else "_" for number in step.results)
-            lines.append(f"{shown} = {_called(step)}  # {step.node.origin}")
+        lines += step_lines(step, partitioned)
     outputs = ", ".join(f"v{number}" if number is not None else "-" for number in partitioned.outputs)
     return "\n".join([*lines, f"return {outputs}"])
+
+
+def _look(number: int | None, partitioned: Partitioned) -> str:
+    if number is None:
+        return "_"
+    value = partitioned.values[number]
+    layout = ", ".join(f"{axis}={placement!r}" for axis, placement in value.layout.spec.items())
+    return f"v{number}: {value.meta}{f' {{{layout}}}' if layout else ''}"
+
+
+def step_lines(step: AnyStep, partitioned: Partitioned) -> list[str]:
+    """A step of the decisions, in words: one line, and for a mapped function those of what it runs."""
+
+    def shown(numbers: Sequence[int | None]) -> str:
+        return ", ".join(_look(number, partitioned) for number in numbers)
+
+    def read(numbers: Sequence[int]) -> str:
+        return ", ".join(f"v{number}" for number in numbers)
+
+    if isinstance(step, Move):
+        moved = f"{step.step.kind} over {'+'.join(step.step.axes)} (v{step.source})"
+        return [f"{shown([step.target])} = {moved}  # {step.cause}"]
+    if isinstance(step, Start):
+        first = step.moves[0].step
+        started = f"start {first.kind} over {'+'.join(first.axes)} ({read(step.sources)})"
+        return [f"t{step.ticket} = {started}  # {step.moves[0].cause}"]
+    if isinstance(step, Wait):
+        return [f"{shown(step.start.targets)} = wait (t{step.start.ticket})"]
+    if isinstance(step, Map):
+        made = mapped_call(step.handle)
+        line = f"{shown(step.results)} = {made.name} mapped ({read(step.operands)})  # {step.origin}"
+        return [line, *(f"    {inner}" for inner in made.traced.lines())]
+    if isinstance(step, Local):
+        return [f"{shown(step.results)} = {step.name} ({read(step.operands)})  # {step.origin}"]
+    if isinstance(step, Draw):
+        what = f"{step} from {step.node.args[1]}" if step.node.op is torch_draw else _called(step)
+        made = f"{shown(step.results)} = " if step.results else ""
+        return [f"{made}draw {what}  # {step.node.origin}"]
+    return [f"{shown(step.results)} = {_called(step)}  # {step.node.origin}"]
 
 
 def _called(step: Compute | Draw) -> str:
@@ -284,7 +294,8 @@ class Program:
         for number in range(len(self.exchanges)):
             assert all(stop[0] == number for stop in stops)
             # Each rank takes its value out of a box, so that nobody else holds it while the rank goes on.
-            boxes = [[value] for value in self._exchange(number, [stop[1] for stop in stops])]
+            here.collective = self.labels, number
+            boxes = [[value] for value in self.exchanges[number]([stop[1] for stop in stops])]
             stops = []
             for rank, box in zip(running, boxes, strict=True):
                 try:
@@ -292,16 +303,6 @@ class Program:
                 except StopIteration as done:
                     results.append(done.value)
         return results
-
-    def _exchange(self, number: int, values: list[Any]) -> list[Any]:
-        try:
-            return self.exchanges[number](values)
-        except RuntimeError as error:
-            if isinstance(self.exchanges[number], BoundDraw) or self.mesh.is_simulated:
-                raise
-            raise ConsistencyError(
-                stuck(self.mesh, f"collective {number}: {self.labels[number]}", error)
-            ) from error
 
 
 def overwritten_inputs(listing: Listing) -> set[int]:
@@ -382,25 +383,42 @@ def source_of(partitioned: Partitioned, rank: int) -> str:
     return generate(made.instructions, made.inputs, made.outputs, made.looks).source
 
 
-def compile_partitioned(partitioned: Partitioned, mesh: Mesh, *, optimise: bool = False) -> Program:
-    """The program of decisions, for the ranks that `mesh` hosts here.
-
-    With `optimise` the passes run over them; a program of one op gains nothing from that.
-    """
-    exchanges: list[Collective] = []
+def bind_steps(partitioned: Partitioned, mesh: Mesh, reduction: str | None = None) -> list[list[Collective]]:
+    """What the hosted ranks do together at each step, in order: most steps have none."""
+    bound: list[list[Collective]] = []
     waits: dict[int, Collective] = {}
     for step in partitioned.steps:
         if isinstance(step, Map):
-            exchanges += bind_all(mapped_call(step.handle).traced, mesh, lambda variant: variant.graph)
+            bound.append(bind_all(mapped_call(step.handle).traced, mesh, lambda variant: variant.graph))
         elif isinstance(step, Start):
-            start, waits[step.ticket] = bind_start(tuple(move.step for move in step.moves), mesh)
-            exchanges.append(start)
+            moves = tuple(move.step for move in step.moves)
+            start, waits[step.ticket] = bind_start(moves, mesh, reduction=reduction)
+            bound.append([start])
         elif isinstance(step, Wait):
-            exchanges.append(waits[step.start.ticket])
+            bound.append([waits[step.start.ticket]])
         elif isinstance(step, Move) and step.step.is_collective:
-            exchanges.append(bind(step.step, mesh))
+            bound.append([bind(step.step, mesh, reduction=reduction)])
         elif isinstance(step, Draw):
-            exchanges.append(bind_draw(step, partitioned, mesh))
+            bound.append([bind_draw(step, partitioned, mesh)])
+        else:
+            bound.append([])
+    return bound
+
+
+def compile_partitioned(
+    partitioned: Partitioned, mesh: Mesh, *, optimise: bool = False, reduction: str | None = None
+) -> Program:
+    """The program of decisions, for the ranks that `mesh` hosts here.
+
+    With `optimise` the passes run over them; a program of one op gains nothing from that. `reduction` is
+    "ordered" or "native", by default the mesh's.
+    """
+    if isinstance(mesh, LaneMesh):
+        hostings = [Hosting(partitioned, mesh, host) for host in mesh.hosts.local_ranks]
+        found = [passes.apply(passes.LISTING, host_listing(hosting)) for hosting in hostings]
+        bound = bind_exchanges(partitioned, mesh, hostings)
+        return Program(mesh, found, bound, sequence(partitioned, draws=True))
+    exchanges = [bound for step in bind_steps(partitioned, mesh, reduction) for bound in step]
     made = final_listing if optimise else listing
     listings = [made(partitioned, rank) for rank in mesh.local_ranks]
     return Program(mesh, listings, exchanges, sequence(partitioned, draws=True))

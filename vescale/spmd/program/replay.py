@@ -138,7 +138,7 @@ def replay(
                     keep(out, tensor, at)
             scratch = watch.peak - watch.held(made)
             counts = watch.flops, watch.bytes_read, watch.bytes_written, max(scratch, 0)
-            events.append(Event(_name(instruction.fn), instruction.origin, region, *counts))
+            events.append(Event(name_of(instruction.fn), instruction.origin, region, *counts))
     last = last_uses(instructions, (*held, *outputs))
     buffers = tuple(
         Buffer(storage.nbytes(), born, max(last.get(number, born) for number in numbers), tuple(numbers))
@@ -165,6 +165,11 @@ _BODIES: dict[Any, Callable[..., Any]] = {
 }
 
 
+def shown_by(op: OpOverload, body: Callable[..., Any]) -> None:
+    """Registers the ATen calls that an op of ours is made of."""
+    _BODIES[op] = body
+
+
 def _regions(instructions: Sequence[Instruction]) -> list[str]:
     """forward, backward, and what no gradient is taken in: update behind a backward, else other."""
     named, after = [], "other"
@@ -175,7 +180,8 @@ def _regions(instructions: Sequence[Instruction]) -> list[str]:
     return named
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def name_of(fn: Callable[..., Any]) -> str:
+    """What a function that an instruction calls is called."""
     return str(fn) if isinstance(fn, OpOverload) else getattr(fn, "__name__", "call").lstrip("_")
 
 

@@ -32,6 +32,7 @@ from ..._compat import (
     no_modes,
 )
 from ..._errors import ShardingError, TraceError, VescaleError, explain
+from ..lanes import LaneMesh
 from ..layout import Layout
 from ..mesh import Mesh
 from ..placements import P
@@ -117,6 +118,7 @@ class Tracing:
     used: dict[str, Any] = field(default_factory=dict)  # parameters in use, by name: see `_module_stack`
     observer: Observer | None = None
     mesh: Mesh | None = None  # where the function runs, when it runs on real values and nothing is recorded
+    lanes: LaneMesh | None = None  # that the program is for, where ranks host several of its ranks
     region: str = ""
     modules: list[str] = field(default_factory=list)  # the stack of running modules, by path
     seen: dict[torch.nn.Module, str] = field(default_factory=dict)  # paths of the modules that ran

@@ -53,6 +53,7 @@ class LocalCall:
 
 
 Localise = Callable[[LocalCall], LocalCall]
+Follow = Callable[[Layout], tuple[Sequence[Layout], Sequence[Layout]]]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class Pattern:
     `alike`: factor -> results that don't depend on it: each rank has them whole when the factor is sharded.
     `expand`: factor -> a function of the node's arguments to run in its place when the factor is sharded.
     `contiguous`: factors of which a rank may only hold one run. `local`: adapts the call to one rank.
+    `between`: whether the ragged cut of a layout passes although it is one of `whole` factors: it goes
+    between what must stay together. Pieces then have these merged into their rows.
+    `follow`: the op runs where its first operand is, and no factor says what that means for the rest: layout
+    of the operand -> those of all operands and of all results. It may raise.
     """
 
     operands: tuple[Dims, ...]
@@ -85,6 +90,8 @@ class Pattern:
     expand: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     contiguous: frozenset[str] = frozenset()
     local: Localise | None = None
+    between: Callable[[Layout], bool] | None = None
+    follow: Follow | None = None
 
     def split(self, factor: str, outer: int) -> Pattern:
         """The same pattern with `factor` written as two, the first of `outer` values."""

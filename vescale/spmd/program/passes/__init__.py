@@ -15,11 +15,13 @@ from .dead_code import dead_code
 from .foreach import fuse_foreach
 from .in_place import in_place
 from .join_addcdiv import join_addcdiv
+from .owner_waves import owner_waves
 from .registry import DECISIONS, LISTING, Pass, apply, names, register, verifying, without
 from .start_early import start_early
 from .verify import InvalidProgram, verify
 
 register(Pass("common_collectives", DECISIONS, common_collectives, merges=True))
+register(Pass("owner_waves", DECISIONS, owner_waves, rewrites=True))
 register(Pass("dead_code", LISTING, dead_code))
 register(Pass("join_addcdiv", LISTING, join_addcdiv))
 register(Pass("consume_early", LISTING, consume_early))

@@ -1,0 +1,184 @@
+"""Muon: momentum, orthogonalized matrix by matrix, with the bits of torch.optim.Muon in bfloat16."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import _tree
+from .._errors import ArgumentError, explain, near_misses
+from ..spmd.matrices import Matrices
+from .at_owners import at_owners, decide, layouts_at_rest
+from .optimizer import Optimizer, Updates
+from .orthogonalize import COEFFICIENTS, flops, orthogonalize
+from .rates import Rate, check_rate, rate_at
+
+_WHERE = "vs.optim.muon"
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+
+def muon(
+    lr: Rate,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    ns_steps: int = 5,
+    ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+    ns_dtype: torch.dtype = torch.bfloat16,
+    eps: float = 1e-7,
+    adjust_lr: str | None = None,
+    matrix_dims: Mapping[str, str] | None = None,
+) -> Optimizer:
+    """Momentum made orthogonal by Newton-Schulz iterations (Jordan et al., 2024), for matrices.
+
+        m <- momentum m + (1 - momentum) g
+        u  = momentum m + (1 - momentum) g   (m itself without nesterov)
+        p <- p (1 - lr weight_decay)  -  lr adjusted orthogonal(u)
+
+    `adjust_lr` scales lr with the rows and columns of a matrix: sqrt(max(1, rows / columns)), "original" or
+    None as in torch, or 0.2 sqrt(max(rows, columns)), "match_rms_adamw" (Liu et al., 2025). `lr` is a number,
+    a 0-d tensor or a schedule, as for `adamw`. Newton-Schulz runs in `ns_dtype`: in bfloat16 the bits are
+    those of torch.optim.Muon, for a matrix, with lr a number.
+
+    Parameters are matrices; three dims are a batch of them, such as a stack of experts. `matrix_dims` says it
+    for other parameters, by a regex that fullmatches their paths: `"(h d=128) k -> h d k"` makes each head a
+    matrix, `"o i y x -> o (i y x)"` is for convolutions. Other parameters are an error: `vs.optim.partition`
+    gives these to another optimizer.
+
+    Inside a program momentum is where the parameter is. A matrix that is cut there is brought together on
+    one rank, an owner, and goes back when it is done; owners have about as many operations to do each, and
+    many matrices move in one collective while others are computed with: see `docs/muon.md`. Matrices that
+    are whole on a rank don't move. The state is {"step": 0-d float64, "momentum": like params}.
+
+    Raises ArgumentError for hyperparameters out of range, parameters that are no matrices, and texts of
+    `matrix_dims` that don't fit.
+
+    >>> from vescale.optim import apply_updates
+    >>> opt = muon(0.1, weight_decay=0.0)
+    >>> params = {"w": torch.eye(2)}
+    >>> state = opt.init(params)
+    >>> updates, state = opt.update({"w": 5 * torch.eye(2)}, state, params)
+    >>> apply_updates(params, updates)["w"]  # about lr less, whatever the size of the gradient
+    tensor([[0.8875, 0.0000],
+            [0.0000, 0.8875]])
+    """
+    _check(lr, momentum, weight_decay, ns_steps, ns_coefficients, ns_dtype, eps, adjust_lr)
+    texts = dict(matrix_dims or {})
+
+    def init(params: Any) -> dict[str, Any]:
+        leaves, _ = _tree.flatten(params)
+        arrangements(texts, params)
+        device = leaves[0].device if leaves else None
+        return {
+            "step": torch.zeros((), dtype=torch.float64, device=device),
+            "momentum": _tree.tree_map(torch.zeros_like, params),
+        }
+
+    def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Updates, dict[str, Any]]:
+        leaves, spec = _tree.flatten(params)
+        gs = _tree.leaves_like(spec, grads, where="grads")
+        ms = _tree.leaves_like(spec, state["momentum"], where="state['momentum']")
+        paths, matrices = arrangements(texts, params)
+
+        ms = [torch.lerp(m, g, 1 - momentum) for m, g in zip(ms, gs, strict=True)]
+        us = [torch.lerp(g, m, momentum) if nesterov else m for m, g in zip(ms, gs, strict=True)]
+        us = [u.to(ns_dtype) for u in us]  # on the shard: fewer bytes move
+
+        layouts = layouts_at_rest(leaves)
+        where = decide(layouts, matrices, lambda rows, columns: flops(rows, columns, ns_steps))
+        compute = [
+            functools.partial(
+                orthogonalize, matrices=how, coefficients=ns_coefficients, steps=ns_steps, eps=eps
+            )
+            for how in matrices
+        ]
+        us = at_owners(us, paths, layouts, where, compute)
+
+        rate = rate_at(lr, state["step"])
+        grids = [how.grid(p.shape) for p, how in zip(leaves, matrices, strict=True)]
+        rates = [-rate * _adjustment(adjust_lr, rows, columns) for _, rows, columns in grids]
+        deltas = [u.to(p.dtype) for p, u in zip(leaves, us, strict=True)]
+        keep = 1 - rate * weight_decay if weight_decay else 1.0
+        return Updates(keep, _tree.unflatten(spec, deltas), _tree.unflatten(spec, rates)), {
+            "step": state["step"] + 1,
+            "momentum": _tree.unflatten(spec, ms),
+        }
+
+    return Optimizer(init, update)
+
+
+def arrangements(texts: Mapping[str, str], params: Any) -> tuple[list[str], list[Matrices]]:
+    """The paths of parameters, and how each is a batch of matrices."""
+    paths, leaves, _ = _tree.flatten_with_path(params)
+    unused, found = dict(texts), []
+    for path, leaf in zip(paths, leaves, strict=True):
+        matching = [regex for regex in texts if re.fullmatch(regex, path)]
+        for regex in matching:
+            unused.pop(regex, None)
+        how = Matrices.of(texts[matching[0]], path) if matching else Matrices.default(leaf.dim())
+        if how is None:
+            few = leaf.dim() < 2
+            raise ArgumentError(
+                explain(
+                    f"{path} of shape {tuple(leaf.shape)}",
+                    where=_WHERE,
+                    rule="its parameters are matrices, or batches of them",
+                    remedy="give this one to another optimizer, by its label: vs.optim.partition"
+                    if few
+                    else f"say which dims are rows and columns: matrix_dims={{{re.escape(path)!r}: "
+                    f"'o i y x -> o (i y x)'}}",
+                )
+            )
+        if not leaf.is_floating_point():
+            rule, remedy = "its parameters are real floating-point tensors", "leave it to another optimizer"
+            raise ArgumentError(explain(f"{path} of {leaf.dtype}", where=_WHERE, rule=rule, remedy=remedy))
+        how.sizes(leaf.shape, path)
+        found.append(how)
+    if unused:
+        regex = next(iter(unused))
+        near = near_misses(re.sub(r"\\d\+|\.\*|[\\^$()?+*\[\]]", "", regex), paths)
+        raise ArgumentError(
+            explain(
+                f"matrix_dims[{regex!r}] matches no parameter",
+                where=_WHERE,
+                rule="a key is a regex that fullmatches the dotted path of at least one parameter",
+                remedy=f"near: {', '.join(near) or 'nothing'}",
+            )
+        )
+    return paths, found
+
+
+def _adjustment(adjust_lr: str | None, rows: int, columns: int) -> float:
+    if adjust_lr == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns)) if columns else 1.0
+
+
+def _check(
+    lr: Any,
+    momentum: float,
+    weight_decay: float,
+    ns_steps: int,
+    ns_coefficients: Sequence[float],
+    ns_dtype: torch.dtype,
+    eps: float,
+    adjust_lr: str | None,
+) -> None:
+    check_rate(_WHERE, "lr", lr)
+    faults = [
+        (0 <= momentum < 1, f"momentum={momentum}", "0 <= momentum < 1"),
+        (weight_decay >= 0, f"weight_decay={weight_decay}", "at least 0"),
+        (isinstance(ns_steps, int) and 0 <= ns_steps < 100, f"ns_steps={ns_steps}", "0 to 99 steps"),
+        (len(ns_coefficients) == 3, f"ns_coefficients={ns_coefficients}", "three numbers"),
+        (ns_dtype.is_floating_point, f"ns_dtype={ns_dtype}", "a floating-point dtype"),
+        (eps > 0, f"eps={eps}", "above 0"),
+        (adjust_lr in _ADJUSTMENTS, f"adjust_lr={adjust_lr!r}", f"one of {_ADJUSTMENTS}"),
+    ]
+    for fine, found, rule in faults:
+        if not fine:
+            raise ArgumentError(explain(found, where=_WHERE, rule=rule))
