@@ -32,8 +32,10 @@ LABELS = {r".*\.ln\d\.weight": "other", MATRICES: "matrix", r".*": "other"}
 
 # ---- the train step: functional for `vs.parallelize`, and as one writes it without
 def make_optimizer(name: str) -> vs.optim.Optimizer:
-    if name in ("adamw", "adamw_8bit"):
-        return getattr(vs.optim, name)(LR)
+    if name == "adamw":
+        return vs.optim.adamw(LR)
+    if name == "adamw_8bit":
+        return vs.optim.adamw_8bit(LR, block=(8, 32))  # no shard of the plan cuts such a tile
     matrix = {"muon": lambda: vs.optim.muon(0.02), "shampoo": lambda: vs.optim.shampoo(LR)}[name]()
     return vs.optim.partition(LABELS, {"matrix": matrix, "other": vs.optim.adamw(LR)})
 
@@ -75,7 +77,7 @@ def train(
     lanes=0, hash=False, save_every=0, resume=False, folder=Path("out/train_gpt"),
 ) -> SimpleNamespace:  # fmt: skip
     """Train, AdamW beside plain torch; returns what was seen, among it curves of losses by step."""
-    torch.manual_seed(seed)
+    generator = torch.manual_seed(seed)
     model, first = GPT(dropout=dropout).to(getattr(torch, dtype)), 0 in mesh.local_ranks
     alike = compare and optimizer == "adamw" and not (dropout or resume)
     plain = plain_step(model) if alike and first else None
@@ -86,10 +88,10 @@ def train(
     params = vs.distribute({n: p.detach().clone() for n, p in model.named_parameters()}, plan)
     opt_state, done, digest = init(params), 0, hashlib.blake2b(digest_size=16)
     if resume:  # from whatever mesh, in whatever layouts it was saved
-        saved = {"params": params, "opt_state": opt_state, "done": 0, "torch": torch.default_generator}
+        saved = {"params": params, "opt_state": opt_state, "done": 0, "torch": generator}
         saved = vs.checkpoint.load(saved, vs.checkpoint.latest(folder))
         params, opt_state, done = saved["params"], saved["opt_state"], saved["done"]
-        torch.set_rng_state(saved["torch"].get_state())
+        generator.set_state(saved["torch"].get_state())
 
     def validate() -> float:
         model.eval()
@@ -116,8 +118,7 @@ def train(
                 for tensor in (seen["loss"], *seen["gradients"].values(), *params.values()):
                     digest.update(bits(tensor))
             if save_every and (i + 1) % save_every == 0:
-                saved = {"params": params, "opt_state": opt_state, "done": i + 1}
-                saved["torch"] = torch.default_generator
+                saved = {"params": params, "opt_state": opt_state, "done": i + 1, "torch": generator}
                 vs.checkpoint.save(saved, folder, step=i + 1, keep=2)
             progress.update(progress.task_ids[0], description=f"loss {ours[i]:.4f}, {rate:,.0f} tokens/s")
     validation[steps] = validate()
