@@ -138,6 +138,22 @@ def test_a_replica_on_one_rank(tmp_path):
     assert (found.call, found.value, found.ranks) == (1, "params.blocks.1.w", (1,))
 
 
+def test_a_replica_on_one_rank_against_another_plan(tmp_path):
+    mesh = vs.make_mesh({"dp": 2}, backend="simulated")
+    params = make_params()
+    for run, rows in (("a", P()), ("b", P(dp=Shard(0)))):
+        pieces = [params["blocks"]["1"]["w"].clone() for _ in range(2)]
+        pieces[1][2, 3] += 1e-3 * (run == "b")
+        block = params["blocks"]["1"] | {"w": vs.from_local(pieces, mesh, P())}
+        own = params | {"blocks": params["blocks"] | {"1": block}}
+        step = vs.parallelize(loss_fn, vs.Plan(mesh, inputs={"batch": rows}))
+        vs.debug.record(step, tmp_path / run)(own, make_batch())
+    report = vs.debug.diff(tmp_path / "a", tmp_path / "b")
+    assert report.matched == "node of the graph"
+    assert (report.divergence.value, report.divergence.ranks) == ("params.blocks.1.w", (1,))
+    assert "in b replicas differ" in report.divergence.reason
+
+
 # Small programs.
 
 

@@ -40,7 +40,7 @@ def examples(count):
     return settings(max_examples=count, deadline=None, derandomize=True)
 
 
-@examples(40)
+@examples(25)
 @given(st.data())
 def test_consistent_programs_are_not_reported(data):
     random_program(data)
@@ -128,6 +128,18 @@ def test_generators_are_where_one_device_leaves_them():
     torch.manual_seed(5)
     _ = torch.rand(12), torch.rand(12)
     assert torch.equal(ours, torch.get_rng_state())
+
+
+def test_a_passed_generator_that_ends_elsewhere_is_told():
+    def fn(x, generator):
+        y = x + torch.rand(x.shape, generator=generator)
+        if isinstance(x, vs.DTensor):  # on a mesh, op by op
+            torch.rand((), generator=generator)
+        return y
+
+    args = [torch.zeros(12), torch.Generator().manual_seed(3)]
+    with pytest.raises(vs.testing.Inconsistent, match="the state of the generator 1 of the arguments"):
+        vs.testing.assert_consistent(fn, args, plan_of(dp=4), static=[False])
 
 
 def test_a_draw_too_many_is_told(monkeypatch):

@@ -193,23 +193,16 @@ class _Comparison:
     # Other programs: node by node.
 
     def by_node(self, number: int, a: Call, b: Call, ours: Program, theirs: Program) -> Divergence | None:
-        lines = zip(ours.graph.lines, theirs.graph.lines)
-        until = next((at for at, (here, there) in enumerate(lines) if here != there), None)
-        shorter = min(len(ours.graph.lines), len(theirs.graph.lines))
-        if until is None and len(ours.graph.lines) != len(theirs.graph.lines):
-            until = shorter
-        if len(ours.head["inputs"]) != len(theirs.head["inputs"]):
-            until = 0
-        count = len(ours.head["inputs"])
-        values = [*range(count), *(v for made in ours.graph.results[:until] for v in made)]
+        until = _first_other_node(ours, theirs)
+        inputs = range(min(len(program.head["inputs"]) for program in (ours, theirs)))
+        values = [*inputs, *(value for made in ours.graph.results[:until] for value in made)]
         states: dict[int, str] = {}
         for value in values:
-            found = self.one_value(number, a, b, ours, theirs, value, states)
+            found = self.strayed(number, a, b, ours, theirs, value, states)
+            found = found or self.one_value(number, a, b, ours, theirs, value, states)
             if found is not None:
                 return found
-        if until is None:
-            return None
-        return self.functions(number, ours, theirs, until)
+        return None if until is None else self.functions(number, ours, theirs, until)
 
     def functions(self, number: int, ours: Program, theirs: Program, at: int) -> Divergence:
         """The runs are of functions that differ, and nothing differed before."""
@@ -225,6 +218,29 @@ class _Comparison:
             number, None, op, what, "", line, module, region, (), shown[0], shown[1], (), reason
         )
 
+    def strayed(
+        self,
+        number: int,
+        a: Call,
+        b: Call,
+        ours: Program,
+        theirs: Program,
+        value: int,
+        states: dict[int, str],
+    ) -> Divergence | None:
+        """The divergence of replicas of one value of the graph, in either run."""
+        if self.tolerance is not None:
+            return None
+        for whose, run, call, program in (("a", self.a, a, ours), ("b", self.b, b, theirs)):
+            for place in program.wholes.get(value, ()):
+                if ranks := run.strays(call, place):
+                    marks, first = call.marks[place], program.holders(place)[ranks[0]]
+                    operands = tuple(self.graph_operands(program, value, states))
+                    reason = f"in {whose} replicas differ: rank {first} has {marks[first]}"
+                    shown = [marks[ranks[0]] if name == whose else "replicas are equal" for name in "ab"]
+                    return _divergence(number, program, place, ranks, shown, operands, reason)
+        return None
+
     def one_value(
         self,
         number: int,
@@ -235,19 +251,8 @@ class _Comparison:
         value: int,
         states: dict[int, str],
     ) -> Divergence | None:
-        """The divergence at one value of the graph, if there is one."""
+        """The divergence at the global value of one value of the graph, if there is one."""
         here, there = ours.wholes.get(value, ()), theirs.wholes.get(value, ())
-        for run, call, places in ((self.a, a, here), (self.b, b, there)):
-            for place in places if self.tolerance is None else ():
-                if ranks := run.strays(call, place):
-                    program = run.programs[call.program]
-                    whose = "a" if run is self.a else "b"
-                    marks = call.marks[place]
-                    first = program.holders(place)[ranks[0]]
-                    operands = tuple(self.graph_operands(ours, value, states))
-                    reason = f"in {whose} replicas differ: rank {first} has {marks[first]}"
-                    shown = [marks[ranks[0]] if w == whose else "replicas are equal" for w in "ab"]
-                    return _divergence(number, program, place, ranks, shown, operands, reason)
         if not here or not there:
             states[value] = "not seen"
             return None
@@ -327,6 +332,15 @@ class _Comparison:
                 who = ", ".join(map(str, ranks))
                 told += f"; in {whose} rank {who} holds other bits than rank {first}, of the same elements"
         return told
+
+
+def _first_other_node(ours: Program, theirs: Program) -> int | None:
+    """The first node in which two graphs differ; None when they are the same."""
+    a, b = ours.graph.lines, theirs.graph.lines
+    if len(ours.head["inputs"]) != len(theirs.head["inputs"]):
+        return 0
+    shorter = min(len(a), len(b))
+    return next((at for at in range(shorter) if a[at] != b[at]), None if len(a) == len(b) else shorter)
 
 
 def _rooted(row: Sequence[float]) -> tuple[float, ...]:

@@ -9,8 +9,8 @@ every step is right the passes over each rank's listing are looked at, then the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from .. import _tree
-from .._compat import OpOverload, TorchDispatchMode
-from ..spmd.dtensor import DTensor
 from ..spmd.parallelize import Decision, Entry, Parallelized, drawing
 from ..spmd.program import passes
 from ..spmd.program.emit import EXCHANGES, Call, Listing
@@ -29,35 +27,13 @@ from ..spmd.program.plain import PlainNode, _run as run_node, run_plainly
 from ..spmd.program.program import as_lines, bind_steps, listing, step_lines
 from ..spmd.program.replay import name_of
 from ..spmd.program.stepwise import Observation, Stepwise, Value, call, together
-from ..spmd.program.trace import user_line
 from .compare import Difference, difference, wording
-from .promises import ROUNDING, excuse
-from .running import Fn, Mode, Step, own_generators, replicas, whole
+from .divergence import Divergence
+from .op_by_op import first_op
+from .promises import ROUNDING, excuse, size_of
+from .running import Fn, Mode, Step, own_generators, replicas
 
 SEVERAL = "a value that is pending on several axes is reduced axis by axis; these bits are not promised"
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Where a run parts from plain torch: an instruction, or what else was found.
-
-    `op` is what is done, `line` the user's source line, `text` the instruction as `as_text` prints it.
-    `excused` says why the bits may differ; "" where they may not, and then `why` is what is wrong.
-    """
-
-    op: str
-    line: str
-    text: str
-    why: str
-    excused: str = ""
-    difference: Difference | None = None
-
-    def __str__(self) -> str:
-        head = "first instruction that differs" if self.excused else "the fault is at"
-        lines = [f"{head}: {self.op}  {self.line}".rstrip(), f"    {self.text}" if self.text else ""]
-        lines += [f"    {self.difference}" if self.difference is not None else "", f"    {self.why}"]
-        lines.append(f"    {self.excused}" if self.excused else "")
-        return "\n".join(line for line in lines if line.strip())
 
 
 def first_divergence(fn: Fn, mode: Mode, on_mesh: Parallelized, plain: Step) -> Divergence | None:
@@ -66,7 +42,7 @@ def first_divergence(fn: Fn, mode: Mode, on_mesh: Parallelized, plain: Step) -> 
     try:
         torch.set_rng_state(plain.before)
         if not mode.static:
-            return _op_by_op(on_mesh, plain)
+            return first_op(on_mesh, plain)
         return _Static(on_mesh, plain).look()
     finally:
         torch.set_rng_state(state)
@@ -235,7 +211,7 @@ class _Static:
         step, excused = seen.step, ""
         if isinstance(step, Compute):
             refs, node = list(step.node.refs()), step.node
-            sizes = {ref: _size(value.whole()) for ref, value in zip(refs, seen.operands)}
+            sizes = {ref: size_of(value.whole()) for ref, value in zip(refs, seen.operands)}
             pending = [
                 value for value in (*seen.operands, *seen.results) if value.layout and value.layout.partials
             ]
@@ -366,10 +342,6 @@ class _Static:
         return None
 
 
-def _size(value: Any) -> Any:
-    return value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
 def _moves(step: Move | Wait) -> Sequence[Move]:
     return [step] if isinstance(step, Move) else step.start.moves
 
@@ -394,74 +366,3 @@ def _abreast(listings: Sequence[Listing]) -> Iterator[list[Any]]:
             row = [made.instructions[place] for place, made in zip(at, listings)]
         at = [place + (one is not None) for place, one in zip(at, row)]
         yield row
-
-
-# Op by op.
-
-
-def _op_by_op(on_mesh: Parallelized, plain: Step) -> Divergence | None:
-    watch = _OpByOp()
-    with watch:
-        on_mesh(*own_generators(plain.args))
-    return watch.fault or watch.first
-
-
-class _OpByOp(TorchDispatchMode):
-    """Every op on DTensors beside the same op on the global values of what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: Divergence | None = None
-        self.fault: Divergence | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given, spec = _tree.flatten((list(args), kwargs))
-        if self.fault is not None or not any(isinstance(leaf, DTensor) for leaf in given):
-            return func(*args, **kwargs)
-        before = torch.get_rng_state()
-        wholes = [whole(leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
-        result = func(*args, **kwargs)
-        after = torch.get_rng_state()
-        torch.set_rng_state(before)
-        plain_args, plain_kwargs = _tree.unflatten(spec, wholes)
-        expected = func(*plain_args, **plain_kwargs)
-        torch.set_rng_state(after)
-
-        def again() -> list[Any]:
-            sized, named = _tree.unflatten(spec, [_size(leaf) for leaf in wholes])
-            return _tree.leaves(func(*sized, **named))
-
-        for a, b in zip(_tree.leaves(expected), _tree.leaves(result)):
-            if isinstance(b, DTensor) and wording(a, value := whole(b)) is None:
-                self.compare(func, given, again, a, value, b)
-        return result
-
-    def compare(
-        self,
-        func: OpOverload,
-        given: list[Any],
-        again: Callable[[], list[Any]],
-        expected: Tensor,
-        ours: Tensor,
-        result: DTensor,
-    ) -> None:
-        apart = difference(expected, ours)
-        why, excused = "", ""
-        if apart is None:
-            unlike = replicas(ours, result.layout, dict(enumerate(result.locals)))
-            if unlike is not None:
-                rank, apart = unlike
-                why = f"rank {rank} has not what the layout says: replicas differ"
-        elif apart is not None:
-            split = any(isinstance(leaf, DTensor) and bool(leaf.layout.spec.items()) for leaf in given)
-            excused = excuse(func, again, ours, expected, split)
-            why = "its operands are those of plain torch"
-        if apart is None:
-            return
-        layouts = ", ".join(str(leaf.layout.spec) for leaf in given if isinstance(leaf, DTensor))
-        text = f"{func}({layouts}) -> {result.layout.spec}"
-        found = Divergence(str(func), user_line(), text, why, excused, apart)
-        self.first = self.first or found
-        if not excused:
-            self.fault = found

@@ -17,8 +17,9 @@ from .. import _tree
 from .._errors import ArgumentError, explain
 from ..spmd.dtensor import DTensor
 from ..spmd.plan import Plan
-from .bisect import Divergence, first_divergence
+from .bisect import first_divergence
 from .compare import Difference, difference, wording
+from .divergence import Divergence
 from .pool import RankPool
 from .processes import first_unlike, run_on
 from .running import GENERATOR, Fn, Mode, Step, one_thread, replicas, run, simulated, whole
@@ -127,7 +128,7 @@ def assert_consistent(
                     check.processes(mode, reference, pools)
         finally:
             pools.close()
-            torch.set_rng_state(reference[-1].after)
+            torch.set_rng_state(reference[-1].after[GENERATOR])
     return check.summary()
 
 
@@ -202,8 +203,13 @@ class _Check:
         got, their_spec = _tree.flatten(ours.result)
         if spec != their_spec:
             return "result", f"expected the structure {spec}, got {their_spec}", None
-        for path, a, b in zip([*paths, GENERATOR], [*expected, plain.after], [*got, ours.after], strict=True):
-            self.compared += path is not GENERATOR
+        self.compared += len(paths)
+        paths, expected, got = (
+            [*paths, *plain.after],
+            [*expected, *plain.after.values()],
+            [*got, *ours.after.values()],
+        )
+        for path, a, b in zip(paths, expected, got, strict=True):
             value, path = whole(b), path or "result"
             found = wording(a, value)
             if found is not None:

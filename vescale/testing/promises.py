@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,3 +99,8 @@ def excuse(
     if apart > ROUNDING * torch.finfo(ours.dtype).eps * scale:
         return ""
     return ORDER if pending else KERNEL
+
+
+def size_of(value: Any) -> Any:
+    """The absolute values of a floating tensor; others as they are."""
+    return value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -28,13 +28,14 @@ GENERATOR = "the state of torch's default generator"
 class Step:
     """A step of a run: what it was given, and what came of it.
 
-    `args` are those of the call, `before` the state of torch's generator then, `after` the one it left.
+    `args` are those of the call, `before` the state of torch's generator then, `after` the ones that it left:
+    of the default generator, and of those among the arguments, by name.
     """
 
     args: tuple[Any, ...]
     before: Tensor
     result: Any
-    after: Tensor
+    after: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,21 @@ def run(fn: Fn, args: tuple[Any, ...], steps: int, before: Tensor) -> Iterator[S
     state = before
     for number in range(steps):
         torch.set_rng_state(state)
+        given = own_generators(args)
         result = fn(*args)
-        after = torch.get_rng_state()
-        yield Step(args, state, result, after)
+        after = {GENERATOR: torch.get_rng_state(), **_states(args)}
+        yield Step(given, state, result, after)
         if number < steps - 1:
-            args, state = feed_back(args, result), after
+            args, state = feed_back(args, result), after[GENERATOR]
+
+
+def _states(args: tuple[Any, ...]) -> dict[str, Tensor]:
+    paths, leaves, _ = _tree.flatten_with_path(args)
+    return {
+        f"the state of the generator {path} of the arguments": leaf.get_state()
+        for path, leaf in zip(paths, leaves, strict=True)
+        if isinstance(leaf, torch.Generator)
+    }
 
 
 def own_generators(tree: Any) -> Any:
