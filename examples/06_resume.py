@@ -30,8 +30,9 @@ def make_step(plan):
 
 def plan_on(axes, tile):
     fsdp = vs.FSDP("dp", wrap=r"blocks\.\d+", block={r".*fc\d\.weight": vs.Rows(tile)})
-    split = {k: v.run for k, v in make_plan(vs.make_mesh(axes)).params.items()}  # over tp
-    return vs.Plan(vs.make_mesh(axes), split, {"batch": vs.P(dp=vs.Shard(0))}, fsdp=fsdp)
+    mesh = vs.make_mesh(axes)
+    split = {k: v.run for k, v in make_plan(mesh).params.items() if isinstance(v, vs.Staged)}  # over tp
+    return vs.Plan(mesh, split, {"batch": vs.P(dp=vs.Shard(0))}, fsdp=fsdp)
 
 
 def same(a, b) -> bool:

@@ -40,7 +40,7 @@ def make_optimizer(name: str) -> vs.optim.Optimizer:
     return vs.optim.partition(LABELS, {"matrix": matrix, "other": vs.optim.adamw(LR)})
 
 
-def functional_step(model: nn.Module, optimizer: str = "adamw", gradients: bool = False):
+def functional_step(model: nn.Module, optimizer: str = "adamw", gradients: bool = False) -> tuple:
     opt = make_optimizer(optimizer)
 
     def loss_fn(params, batch):
@@ -68,7 +68,7 @@ def plain_step(model: nn.Module):
     return step
 
 
-def bits(tensor: Tensor) -> bytes:
+def bits(tensor: vs.DTensor) -> bytes:
     return tensor.full_tensor().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -89,7 +89,7 @@ def train(
     opt_state, done, digest = init(params), 0, hashlib.blake2b(digest_size=16)
     if resume:  # from whatever mesh, in whatever layouts it was saved
         saved = {"params": params, "opt_state": opt_state, "done": 0, "torch": generator}
-        saved = vs.checkpoint.load(saved, vs.checkpoint.latest(folder))
+        saved = vs.checkpoint.load(saved, vs.checkpoint.latest(folder) or f"{folder}: no step is there")
         params, opt_state, done = saved["params"], saved["opt_state"], saved["done"]
         generator.set_state(saved["torch"].get_state())
 
