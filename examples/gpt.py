@@ -29,22 +29,23 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int):
+    def __init__(self, width: int, dropout: float):
         super().__init__()
         self.ln1, self.attn, self.ln2 = nn.LayerNorm(width), Attention(width), nn.LayerNorm(width)
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
         fc1, fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.mlp = nn.Sequential(OrderedDict(fc1=fc1, gelu=nn.GELU(), fc2=fc2))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln1(x))
-        return x + self.mlp(self.ln2(x))
+        x = x + self.drop(self.attn(self.ln1(x)))
+        return x + self.drop(self.mlp(self.ln2(x)))
 
 
 class GPT(nn.Module):
-    def __init__(self, blocks: int = 4, width: int = 128, context: int = CONTEXT):
+    def __init__(self, blocks: int = 4, width: int = 128, context: int = CONTEXT, dropout=0.0):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(VOCAB, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(Block(width, dropout) for _ in range(blocks)))
         self.lnf, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
 
     def forward(self, batch: Tensor) -> Tensor:

@@ -210,6 +210,21 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     assert ["no word from rank 1" in (answer or "") for answer in answers] == [True, False, True, True]
 
 
+def store_goes(path):
+    mesh = world_mesh((("dp", 4),))
+    check = type(mesh.store).check
+    type(mesh.store).check = lambda *_: (_ for _ in ()).throw(dist.DistNetworkError("gone"))
+    try:
+        return outcome(lambda: vs.checkpoint.save(big(mesh), path))
+    finally:
+        type(mesh.store).check = check
+
+
+def test_a_store_that_goes_is_an_error_of_ours(pool, tmp_path):
+    for answer in pool.run(store_goes, tmp_path / "x"):
+        assert answer.startswith("ConsistencyError: found: no answer from the process group's store: gone")
+
+
 def no_tensors_of_ours(path):
     """A tree of plain leaves is saved by all processes, once."""
     vs.checkpoint.save({"x": torch.arange(4.0), "step": 2}, path)
@@ -340,7 +355,7 @@ def save_until_told(root):
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path):
-    with RankPool(2) as ranks, pytest.raises(RankError, match="from rank 1"):
+    with RankPool(2) as ranks, pytest.raises(RankError, match="rank 1"):
         ranks.run(save_until_told, tmp_path)
     assert "no word from rank 1" in (tmp_path / "told").read_text()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000000", "told"]

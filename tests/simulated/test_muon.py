@@ -18,12 +18,12 @@ P, S, R = vs.P, vs.Shard, vs.RaggedShard
 STEPS = 3
 
 
-def on_mesh(axes, specs, params, opt, backend="simulated"):
+def on_mesh(axes, specs, params, opt, donate=()):
     """The step on a mesh, its arguments for the parameters, and specs for all of them."""
-    mesh = vs.make_mesh(axes, backend=backend)
+    mesh = vs.make_mesh(axes, backend="simulated")
     plan = vs.Plan(mesh, specs, {f"grads.{name}": spec for name, spec in specs.items()})
     state = opt.init(params)
-    return vs.parallelize(step_of(opt), plan), vs.distribute(params, plan), state
+    return vs.parallelize(step_of(opt), plan, donate=donate), vs.distribute(params, plan), state
 
 
 def run(axes, specs, params, gradients, opt):
@@ -87,6 +87,18 @@ def test_a_learning_rate_that_is_a_tensor_or_a_schedule_gives_the_same_bits():
         results.append(ours)
     equal(results[1], results[0])
     equal(results[2], results[0])
+
+
+def test_it_finds_the_least_of_a_quadratic():
+    target = draw((6, 4), (2, 3, 5))
+    opt = vs.optim.muon(lambda step: 0.2 * 0.97**step, weight_decay=0.0)
+    params = {name: torch.zeros_like(p) for name, p in target.items()}
+    state = opt.init(params)
+    for _ in range(200):
+        grads = {name: 2 * (p - target[name]) for name, p in params.items()}
+        params, state = step_of(opt)(params, state, grads)
+    for name, p in params.items():
+        assert (p - target[name]).norm() < 0.01 * target[name].norm()
 
 
 # On shards.
@@ -233,6 +245,21 @@ def test_waves_overlap_in_two_slots(monkeypatch):
     assert not started(apart)
     assert len(apart.collectives()) == len(lowered.collectives()) == 12
     equal(again, expected)
+
+
+def test_waves_hold_less_memory(monkeypatch):
+    waves = importlib.import_module("vescale.spmd.program.passes.owner_waves")
+    params = draw(*[(16, 16)] * 16)
+    specs, peaks = dict.fromkeys(params, P(dp=S(0))), []
+    for wave_bytes in (1 << 20, 16 * 16 * 2):
+        monkeypatch.setattr(waves, "WAVE_BYTES", wave_bytes)
+        step, placed, state = on_mesh({"dp": 2}, specs, params, vs.optim.muon(LR), ("params", "opt_state"))
+        lowered = step.lower(placed, state, params)
+        peaks.append((len(started(lowered)), lowered.memory_analysis().peak))
+    (few, most), (many, least) = peaks
+    assert (few, many) == (2, 16)
+    # What has arrived was eight matrices, and is two at most.
+    assert most - least >= 6 * 16 * 16 * 2
 
 
 def test_two_updates_one_after_the_other_are_two_groups():

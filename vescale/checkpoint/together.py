@@ -53,10 +53,8 @@ class Together:
         except Exception as error:
             failed = error
         told = None if failed is None else self._told(failed)
-        if self.mesh is None:
-            answers = [[self.call, told, value]]
-        else:
-            answers = self._exchange(phase, [self.call, told, None if told else value])
+        record = [self.call, told, None if told else value]
+        answers = [record] if self.mesh is None else self._exchanged(phase, record)
         self._check(answers, failed)
         return [answer[2] for answer in answers]
 
@@ -82,7 +80,24 @@ class Together:
             )
         told = next((answer[1] for answer in answers if answer[1] is not None), None)
         if told is not None:
+            if isinstance(mine, VescaleError) and str(mine) == told[1]:
+                raise mine
             raise getattr(_errors, told[0], CheckpointError)(told[1]) from mine
+
+    def _exchanged(self, phase: str, record: list[Any]) -> list[Any]:
+        try:
+            return self._exchange(phase, record)
+        except VescaleError:
+            raise
+        except (dist.DistError, RuntimeError) as error:
+            raise ConsistencyError(
+                explain(
+                    f"no answer from the process group's store: {' '.join(str(error).split())[:200]}",
+                    where=f"{self.call} ({phase}), on rank {self.rank}",
+                    rule="ranks agree through it, so its process lives as long as they do",
+                    remedy="look at the process that hosts the store, rank 0 or the launcher",
+                )
+            ) from error
 
     def _exchange(self, phase: str, record: list[Any]) -> list[Any]:
         assert self.mesh is not None
