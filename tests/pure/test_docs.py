@@ -1,4 +1,4 @@
-"""Every example in a docstring runs, and so does every Python block of the pages; what they show is printed."""
+"""Every example in a docstring runs, and so does every Python block of the pages, and prints what they show."""
 
 import contextlib
 import doctest
@@ -50,3 +50,12 @@ def test_text_stands_behind_the_block_that_prints_it():
     for page in ALL_PAGES:
         text = (ROOT / page).read_text()
         assert text.count("\n```text\n") == sum(block[2] is not None for block in BLOCK.finditer(text)), page
+
+
+def test_the_index_of_errors_is_complete():
+    for name in MODULES:
+        importlib.import_module(name)
+    index, found = (ROOT / "docs/errors.md").read_text(), [vescale.VescaleError]
+    for error in found:
+        found += [child for child in error.__subclasses__() if child.__module__.startswith("vescale")]
+        assert f"`{error.__name__}`" in index or f"`vs.{error.__name__}`" in index, error
