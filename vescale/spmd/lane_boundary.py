@@ -23,6 +23,7 @@ from .placements import P
 from .regions import overlap, region, strides
 from .transport import assembler, picker
 
+
 class LaneBoundary(Boundary):
     """Values on the mesh of hosts outside, a piece for each lane inside."""
 

@@ -25,7 +25,7 @@ from typing import Any
 from .._errors import ArgumentError, LayoutError, explain
 from .layout import AbstractMesh, Digit, Layout
 from .mesh import Mesh
-from .placements import P, Partial, Placement, RaggedShard, Shard
+from .placements import Placement, RaggedShard, Shard
 from .regions import common_size, region
 
 

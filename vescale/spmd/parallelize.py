@@ -312,7 +312,7 @@ class Parallelized:
             frozenset(numbers[index] for index in decision.donated),
             self._plan.device,
         )
-        return Lowered(decision.partitioned, inputs)
+        return Lowered(decision.partitioned, inputs, self.plan.mesh.abstract)
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses, and for each miss which part of the signature was new."""

@@ -19,7 +19,6 @@ from .ir import Node, Ref, map_args
 from .partition import Draw, Partitioned
 from .torch_draws import Source, draws_from_nothing, set_torch_state, torch_draw, torch_state
 
-
 Kept = Callable[[int, int], bool]  # whether a value is wanted on a rank
 
 

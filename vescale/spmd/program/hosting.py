@@ -18,11 +18,22 @@ import torch
 
 from ..hosted import begin_lanes, bind_lanes
 from ..lanes import LaneMesh, distinct, lanes_of, representative, widths
+from ..layout import AbstractMesh
 from ..mapped_call import mapped_call
 from ..redistribute import Collective
 from .draw import BoundDraw, bind_draw
-from .emit import Call, DrawExchange, Exchange, Instruction, LaneExchange, Listing, StartExchange, WaitExchange, emit
-from .ir import Ref, TensorMeta, map_args
+from .emit import (
+    Call,
+    DrawExchange,
+    Exchange,
+    Instruction,
+    LaneExchange,
+    Listing,
+    StartExchange,
+    WaitExchange,
+    emit,
+)
+from .ir import Ref, map_args
 from .mapped import MappedTrace, bind_all, local_instruction, same
 from .partition import AnyStep, Draw, Local, Map, Move, Partitioned, Start, Wait, operands, results
 from .torch_draws import draws_from_nothing
@@ -32,12 +43,12 @@ Lane = int
 
 
 class Hosting:
-    """Which lanes of a rank share each value of a program, and the numbers of all values of a rank's listing."""
+    """Which lanes of the rank `host` share each value of a program, and the numbers of values in its listing."""
 
-    def __init__(self, partitioned: Partitioned, mesh: LaneMesh, host: int) -> None:
-        self.partitioned, self.mesh, self.host = partitioned, mesh, host
-        self.lanes = lanes_of(host, mesh.abstract, mesh.hosts.abstract)
-        self.wide = widths(mesh.abstract, mesh.hosts.abstract)
+    def __init__(self, partitioned: Partitioned, hosts: AbstractMesh, host: int) -> None:
+        self.partitioned, self.mesh, self.hosts, self.host = partitioned, partitioned.mesh, hosts, host
+        self.lanes = lanes_of(host, self.mesh, hosts)
+        self.wide = widths(self.mesh, hosts)
         self.untold = _untold(partitioned) & set(self.wide)
         self.inputs = frozenset(partitioned.inputs)
         self.numbers: dict[Any, int] = {}
@@ -51,12 +62,12 @@ class Hosting:
 
     def first(self, value: Number, lane: Lane) -> Lane:
         """The first of the lanes that share a value with this one."""
-        return representative(lane, self.varies(value), self.mesh.abstract, self.wide)
+        return representative(lane, self.varies(value), self.mesh, self.wide)
 
     def sharing(self, values: Sequence[Number]) -> list[Lane]:
         """The first lanes of those for which all these values are the same."""
         axes = set[str]().union(*map(self.varies, values))
-        return list(dict.fromkeys(representative(l, axes, self.mesh.abstract, self.wide) for l in self.lanes))
+        return list(dict.fromkeys(representative(l, axes, self.mesh, self.wide) for l in self.lanes))
 
     def number(self, value: Number, lane: Lane) -> int:
         """The number of a value, as a lane has it, in the listing."""
@@ -117,7 +128,7 @@ def host_listing(hosting: Hosting) -> Listing:
 
 def _outside(hosting: Hosting, value: Number) -> tuple[int, ...]:
     layout = hosting.partitioned.values[value].layout
-    return distinct(layout, hosting.mesh.hosts.abstract, hosting.host)
+    return distinct(layout, hosting.hosts, hosting.host)
 
 
 class _Segments:
@@ -204,9 +215,7 @@ def _inline(step: Map, hosting: Hosting, segments: _Segments) -> None:
         segments.exchange(LaneExchange("mapped", taken, kept, stops[0].origin))
 
 
-def _mapped(
-    step: Map, hosting: Hosting, traced: MappedTrace, lane: Lane, at: int
-) -> Iterator[Instruction]:
+def _mapped(step: Map, hosting: Hosting, traced: MappedTrace, lane: Lane, at: int) -> Iterator[Instruction]:
     """What one lane runs of a mapped function."""
     graph = traced.variant(lane).graph
     inputs = (*graph.inputs, *(value for value, _ in graph.hidden))
@@ -226,7 +235,7 @@ def _mapped(
             kwargs={name: map_args(value, rename) for name, value in node.kwargs.items()},
             outs=tuple(None if out is None else number(out) for out in node.outs),
         )
-        yield local_instruction(moved, hosting.mesh.abstract, lane)
+        yield local_instruction(moved, hosting.mesh, lane)
     outputs = [output for output in graph.outputs if isinstance(output, Ref)]
     for output, result in zip(outputs, step.results, strict=True):
         if result is not None and (kept := hosting.given(result, lane)) is not None:
@@ -318,7 +327,9 @@ class _Lanes:
 
         return exchange
 
-    def halves(self, step: Start, untold: frozenset[str]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    def halves(
+        self, step: Start, untold: frozenset[str]
+    ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         """The start and the end of one."""
         moves, each = tuple(move.step for move in step.moves), len(step.moves)
         kept = self.kept(step.targets)

@@ -32,8 +32,8 @@ from ..._compat import (
     no_modes,
 )
 from ..._errors import ShardingError, TraceError, VescaleError, explain
-from ..layout import Layout
 from ..lanes import LaneMesh
+from ..layout import Layout
 from ..mesh import Mesh
 from ..placements import P
 from .functionalise import functionalise
