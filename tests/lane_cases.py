@@ -1,5 +1,7 @@
 """Train steps with lanes, and what they leave: shared by the tests on simulated ranks and on processes."""
 
+import re
+
 import torch
 
 import vescale as vs
@@ -9,12 +11,13 @@ from vescale import _tree
 from vescale.spmd.placements import P, Shard
 
 STEPS, LANES = 3, 8
+RULES = {**TP, r"blocks\.\d+\.w": P(tp=Shard(1))}  # of the GPT, and of the toy model
 # The mesh beside dp, the layouts in use, and FSDP over dp. Dropout with FSDP.
 CASES = {
     "replicated": ({}, {}, False),
     "fsdp": ({}, {}, True),
-    "fsdp, tp inside": ({"tp": 2}, TP, True),
-    "tp outside": ({"tp": 2}, TP, False),
+    "fsdp, tp inside": ({"tp": 2}, RULES, True),
+    "tp outside": ({"tp": 2}, RULES, False),
 }
 
 
@@ -64,10 +67,10 @@ def start(mesh, case, model, lanes=LANES, donate=("params", "opt_state")):
     """A step, and what its calls are given."""
     _, rules, fsdp = CASES[case]
     loss_fn, values, batches, wrap = model
-    opt = vs.optim.adamw(1e-2)
+    opt, names = vs.optim.adamw(1e-2), _tree.paths(values)
     plan = vs.Plan(
         mesh,
-        rules if len(mesh.shape) == 2 and "wte.weight" in values else {},
+        {rule: spec for rule, spec in rules.items() if any(re.fullmatch(rule, name) for name in names)},
         {"batch": P(dp=Shard(0))},
         fsdp=vs.FSDP("dp", wrap) if fsdp else None,
     )

@@ -16,6 +16,7 @@ PAGES = [
     "docs/dtensor.md",
     "docs/fsdp.md",
     "docs/introspection.md",
+    "docs/lanes.md",
     "docs/modules.md",
     "docs/plans.md",
     "docs/programs.md",

@@ -34,20 +34,28 @@ def on_a_rank_each(case, model, rows):
     return train(mesh_of(case, LANES), case, model(rows), lanes=None)
 
 
-@pytest.mark.parametrize(
-    ("case", "ranks"),
-    [("replicated", 1), ("fsdp", 1), ("fsdp", 4), ("fsdp, tp inside", 2)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
 def test_a_gpt(case, ranks):
-    """AdamW, torch's dropout and a keyed one, gradients clipped by their norm."""
+    """AdamW, gradients clipped by their norm, with FSDP torch's dropout and a keyed one."""
     assert equal(train(mesh_of(case, ranks), case, gpt()), on_a_rank_each(case, gpt, 8))
 
 
-@pytest.mark.parametrize("rows", [16, 13, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("case", ["replicated", "fsdp"])
-def test_any_number_of_rows(case, ranks, rows):
-    """With 13 rows lanes have 2, 2, 2, 2, 2, 2, 1 and 0; with 3 most have none."""
+@pytest.mark.parametrize(
+    ("case", "rows", "ranks"),
+    [
+        ("replicated", 16, 1),
+        ("replicated", 13, 2),
+        ("fsdp", 16, 1),
+        ("fsdp", 16, 2),
+        ("fsdp", 13, 1),  # lanes have 2, 2, 2, 2, 2, 2, 1 and 0 rows
+        ("fsdp", 13, 4),
+        ("fsdp, tp inside", 16, 2),
+        ("tp outside", 16, 4),
+    ],
+)
+def test_a_small_model(case, rows, ranks):
     assert equal(train(mesh_of(case, ranks), case, small(rows)), on_a_rank_each(case, small, rows))
 
 
@@ -61,7 +69,7 @@ def test_without_donation():
     assert equal(found, on_a_rank_each("fsdp", small, 16))
 
 
-@pytest.mark.parametrize("lanes", [{"dp": 4}, {"tp": 4}, {"tp": 4, "dp": 4}])
+@pytest.mark.parametrize("lanes", [{"tp": 2}, {"tp": 2, "dp": 4}])
 def test_lanes_on_other_axes(lanes):
     """Also on the one over which a parameter is split in use, and on both."""
 
@@ -81,11 +89,9 @@ def test_lanes_on_other_axes(lanes):
             params, state, loss = step(params, state, toy.make_batch(torch.float32, seed)[:, :6])
         return [leaf.full_tensor() for leaf in _tree.leaves((params, state, loss))]
 
-    expected = run(simulated(dp=4, tp=4), None)
-    sizes = {axis: 1 if axis in lanes else 4 for axis in ("dp", "tp")}
+    expected = run(simulated(dp=4, tp=2), None)
+    sizes = {"dp": 1 if "dp" in lanes else 4, "tp": 1}
     assert equal(run(simulated(**sizes), lanes), expected)
-    if len(lanes) == 2:
-        assert equal(run(simulated(dp=2, tp=2), lanes), expected)
 
 
 def mapped(mesh):
@@ -344,7 +350,7 @@ def test_parameters_that_no_placement_says_at_rest():
     mesh = simulated(dp=2, tp=1)
     placed = vs.Plan(mesh, {"w": P(tp=Shard(0))}, fsdp=vs.FSDP("dp"))
     step = vs.parallelize(lambda params: params["w"] * 2, placed, lanes={"tp": 2})
-    with pytest.raises(VescaleError, match="no placement|some placement"):
+    with pytest.raises(VescaleError, match="some placement"):
         vs.distribute({"w": torch.ones(64, 3)}, step.plan)
 
 

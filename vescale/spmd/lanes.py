@@ -1,15 +1,15 @@
 """Lanes: a mesh whose ranks are hosted several to a rank of another mesh, so that sums don't depend on it.
 
-With `lanes={"dp": 8}` a program is decided for 8 ranks of dp. A mesh of n ranks hosts 8 / n of them each, next
-to each other:
+With `lanes={"dp": 8}` a program is decided for 8 ranks of dp. A mesh of n ranks hosts 8 / n of them each,
+next to each other:
 
     lanes of dp      0   1   2   3   4   5   6   7
     dp = 8           0   1   2   3   4   5   6   7
     dp = 2           0   0   0   0   1   1   1   1
     dp = 1           0   0   0   0   0   0   0   0
 
-A lane computes what a rank of its own would compute, and sums are taken in one tree over the lanes. The lanes of
-a rank are a subtree of it, so a rank sends no more than it would without.
+A lane computes what a rank of its own would compute, and sums are taken in one tree over the lanes. The lanes
+of a rank are a subtree of it, so a rank sends no more than it would without.
 
 A value enters in some layout over the ranks of the mesh, is cut into lanes, and leaves in the layout that
 groups what the lanes of each rank hold: `refined` and `grouped`. Here everything is pure.
@@ -225,7 +225,7 @@ def _same(lanes: Layout, hosts: Layout) -> bool:
 
 
 def representative(lane: int, axes: Collection[str], lanes: AbstractMesh, wide: Mapping[str, int]) -> int:
-    """The first lane of the same host that differs from this one over none of `axes`; `wide` as of `widths`."""
+    """The first lane of the same host with this one's places on `axes`; `wide` as of `widths`."""
     coordinate, rank = lanes.coordinate(lane), 0
     for axis, size in zip(lanes.axis_names, lanes.shape, strict=True):
         index = coordinate[axis]

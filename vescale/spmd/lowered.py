@@ -32,8 +32,8 @@ class Inputs:
 class Lowered:
     """What `fn` does on the mesh, for arguments like those given: decided, for all ranks, and not run.
 
-    With lanes these are the ranks that the program is decided for: collectives, costs and memory are those of a
-    lane on a rank of its own.
+    With lanes these are the ranks that the program is decided for: collectives, costs and memory are those of
+    a lane on a rank of its own.
 
     >>> import torch, vescale as vs
     >>> mesh = vs.AbstractMesh(("dp",), (4096,))

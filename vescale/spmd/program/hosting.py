@@ -1,11 +1,11 @@
-"""Hosting: the lanes of one rank as one listing, in which they share the values that don't vary between them.
+"""Hosting: the lanes of a rank as one listing, in which they share the values that don't vary between them.
 
-A value that is replicated over the axes of the lanes is one value: what makes it is emitted once, and all lanes
-read it. Every other value is there for each lane. So passes see when the last lane has read a value, and an
-optimizer of replicated parameters runs once.
+A value that is replicated over the axes of the lanes is one value: what makes it is emitted once, and all
+lanes read it. Every other value is there for each lane. So passes see when the last lane has read a value,
+and an optimizer of replicated parameters runs once.
 
-Between two exchanges come the instructions of all lanes, then those of the first lane, then the second: what a
-lane computes is still in the cache when it is read, and goes before the next lane starts.
+Between two exchanges come the instructions for all lanes, then those of the first lane, then the second: what
+a lane computes is still in the cache when it is read, and goes before the next lane starts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Lane = int
 
 
 class Hosting:
-    """Which lanes of the rank `host` share each value of a program, and the numbers of values in its listing."""
+    """Which lanes of a rank, `host`, share each value of a program, and the numbers in the rank's listing."""
 
     def __init__(self, partitioned: Partitioned, hosts: AbstractMesh, host: int) -> None:
         self.partitioned, self.mesh, self.hosts, self.host = partitioned, partitioned.mesh, hosts, host
@@ -62,12 +62,15 @@ class Hosting:
 
     def first(self, value: Number, lane: Lane) -> Lane:
         """The first of the lanes that share a value with this one."""
-        return representative(lane, self.varies(value), self.mesh, self.wide)
+        return self._first(lane, self.varies(value))
 
     def sharing(self, values: Sequence[Number]) -> list[Lane]:
         """The first lanes of those for which all these values are the same."""
         axes = set[str]().union(*map(self.varies, values))
-        return list(dict.fromkeys(representative(l, axes, self.mesh, self.wide) for l in self.lanes))
+        return list(dict.fromkeys(self._first(lane, axes) for lane in self.lanes))
+
+    def _first(self, lane: Lane, axes: set[str]) -> Lane:
+        return representative(lane, axes, self.mesh, self.wide)
 
     def number(self, value: Number, lane: Lane) -> int:
         """The number of a value, as a lane has it, in the listing."""
@@ -327,9 +330,7 @@ class _Lanes:
 
         return exchange
 
-    def halves(
-        self, step: Start, untold: frozenset[str]
-    ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    def halves(self, step: Start, untold: frozenset[str]) -> tuple[Collective, Collective]:
         """The start and the end of one."""
         moves, each = tuple(move.step for move in step.moves), len(step.moves)
         kept = self.kept(step.targets)

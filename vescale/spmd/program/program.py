@@ -399,7 +399,7 @@ def compile_partitioned(
         hostings = [Hosting(partitioned, mesh.hosts.abstract, host) for host in mesh.hosts.local_ranks]
         found = [passes.apply(passes.LISTING, host_listing(hosting)) for hosting in hostings]
         bound = bind_exchanges(partitioned, mesh, hostings)
-        return Program(mesh, found, bound, sequence(partitioned, draws=True))
+        return Program(mesh.hosts, found, bound, sequence(partitioned, draws=True))
     exchanges: list[Collective] = []
     waits: dict[int, Collective] = {}
     for step in partitioned.steps:
