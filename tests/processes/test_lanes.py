@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 import vescale as vs
-from tests.lane_cases import LANES, equal, gpt, mesh_of, small, start, train
-from tests.processes.test_world import CASES as MOVES, pieces, world_mesh
+from tests.lane_cases import LANES, contributions, equal, gpt, mesh_of, small, start, train
+from tests.processes.test_world import CASES as MOVES, world_mesh
 from tests.simulated.test_lanes import mapped
 from vescale import _tree
 from vescale._errors import LayoutError
@@ -79,7 +79,7 @@ def move(axes, lanes):
         return None
     mesh, results = LaneMesh(hosts, lanes), {}
     for number, src, dst in moves(mesh.abstract):
-        given = pieces(src, torch.float32)
+        given = contributions(src)
         found = redistribute([given[lane] for lane in mesh.local_ranks], src, dst, mesh)
         results[number] = dict(zip(mesh.local_ranks, found, strict=True))
     return results
@@ -89,8 +89,7 @@ def move(axes, lanes):
 def test_any_move(pool, axes, lanes):
     mesh = vs.make_mesh({**dict(axes), **lanes}, backend="simulated")
     expected = {
-        number: redistribute(pieces(src, torch.float32), src, dst, mesh)
-        for number, src, dst in moves(mesh.abstract)
+        number: redistribute(contributions(src), src, dst, mesh) for number, src, dst in moves(mesh.abstract)
     }
     assert len(expected) > 8
     answers = [found for found in pool.run(move, axes, lanes) if found is not None]
@@ -133,6 +132,7 @@ def sent(case, ranks, lanes):
     mesh = world_mesh((("dp", ranks),))
     if not mesh.local_ranks:
         return None
+    torch.manual_seed(0)
     step, params, state, batches = start(mesh, case, small(), lanes=lanes)
     params, state, _ = step(params, state, batches[0])
     with Wire() as wire:

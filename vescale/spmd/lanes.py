@@ -25,7 +25,7 @@ from typing import Any
 from .._errors import ArgumentError, LayoutError, explain
 from .layout import AbstractMesh, Digit, Layout
 from .mesh import Mesh
-from .placements import Placement, RaggedShard, Shard
+from .placements import P, Placement, RaggedShard, Shard
 from .regions import common_size, region
 
 
@@ -188,16 +188,31 @@ def _finer(layout: Layout, lanes: AbstractMesh) -> Iterator[Layout]:
     wide = widths(lanes, layout.mesh)
     if any(axis in wide for axis in layout.partials):
         return
-    placed: dict[str, Digit | Placement] = {
-        axis: layout.digits.get(axis, placement) for axis, placement in layout.spec.items()
-    }
-    if layout.ragged is None or layout.ragged[0] not in wide:
-        yield from _legal(lanes, layout.shape, placed)
+    if layout.ragged is not None and layout.ragged[0] in wide:
+        axis, ragged = layout.ragged
+        runs = [(unit, count * wide[axis]) for unit, count in ragged.runs]
+        for placement in (RaggedShard.from_runs(ragged.dims, runs), Shard(0)):
+            items = [*((a, p) for a, p in layout.spec.items() if a != axis), (axis, placement)]
+            yield from _legal(lanes, layout.shape, dict(items))
         return
-    axis, ragged = layout.ragged
-    runs = [(unit, count * wide[axis]) for unit, count in ragged.runs]
-    yield from _legal(lanes, layout.shape, {**placed, axis: RaggedShard.from_runs(ragged.dims, runs)})
-    yield from _legal(lanes, layout.shape, {**placed, axis: Shard(0)})
+    digits = {axis: layout.digits.get(axis, placement) for axis, placement in layout.spec.items()}
+    if _fits(digits, lanes):
+        yield from _legal(lanes, layout.shape, digits)
+    # One rank's piece is cut by its lanes after all other cuts.
+    last = [axis for axis in layout.spec if axis in wide and layout.mesh.axis_size(axis) == 1]
+    order = [*(axis for axis in layout.spec if axis not in last), *last]
+    yield from _legal(lanes, layout.shape, {axis: layout.spec[axis] for axis in order})
+
+
+def _fits(placed: Mapping[str, Digit | Placement], mesh: AbstractMesh) -> bool:
+    """Whether the digits of a dim lie beside each other."""
+    owned: dict[int, int] = {}
+    digits = [(entry.outer, axis, entry.dim) for axis, entry in placed.items() if isinstance(entry, Digit)]
+    for outer, axis, dim in sorted(digits):
+        if outer % owned.setdefault(dim, 1):
+            return False
+        owned[dim] *= mesh.axis_size(axis)
+    return True
 
 
 def _grouped_units(ragged: RaggedShard, each: int) -> RaggedShard:
@@ -208,7 +223,10 @@ def _grouped_units(ragged: RaggedShard, each: int) -> RaggedShard:
 
 def _legal(mesh: AbstractMesh, shape: tuple[int, ...], placed: Mapping[str, Any]) -> Iterator[Layout]:
     try:
-        yield Layout.of(mesh, shape, placed)
+        if any(isinstance(entry, Digit) for entry in placed.values()):
+            yield Layout.of(mesh, shape, placed)
+        else:
+            yield Layout(mesh, P.of(placed.items()), shape)
     except LayoutError:
         return
 
