@@ -262,8 +262,8 @@ def distinct(layout: Layout, hosts: AbstractMesh, host: int) -> tuple[int, ...]:
     (4,)
     """
     wide = widths(layout.mesh, hosts)
-    inside = lanes_of(host, layout.mesh, hosts)
-    return tuple(dict.fromkeys(representative(lane, layout.spec, layout.mesh, wide) for lane in inside))
+    inside, split = lanes_of(host, layout.mesh, hosts), frozenset(layout.spec)
+    return tuple(dict.fromkeys(representative(lane, split, layout.mesh, wide) for lane in inside))
 
 
 def not_in_lanes(path: str, layout: Layout, lanes: AbstractMesh, where: str) -> str:
