@@ -21,6 +21,7 @@ PAGES = [
     "docs/failures.md",
     "docs/fsdp.md",
     "docs/introspection.md",
+    "docs/lanes.md",
     "docs/modules.md",
     "docs/optimizers.md",
     "docs/muon.md",
