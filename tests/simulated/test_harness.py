@@ -63,12 +63,13 @@ def test_rounding_is_never_taken_for_a_fault(data):
     plan = data.draw(strategies.plans(mesh, inputs=program.shapes))
     tensors = tuple(noisy(*tensor.shape, seed=number) for number, tensor in enumerate(program.tensors))
     program = replace(program, tensors=tensors)
+    found = []
     for static in (True, False):
         try:
             vs.testing.assert_consistent(program, program.args, plan, static=[static])
         except vs.testing.Inconsistent as error:
-            assert error.divergence is not None, error
-            assert error.divergence.excused, error
+            found.append(error)
+    assert all(error.divergence is not None and error.divergence.excused for error in found), found
 
 
 # What a report says.
