@@ -1,4 +1,4 @@
-"""Every example in a docstring runs, and so does every Python block of the pages, and prints what they show."""
+"""Every example in a docstring runs; every Python block of the pages runs, and prints what they show."""
 
 import contextlib
 import doctest

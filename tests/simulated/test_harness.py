@@ -12,7 +12,7 @@ from tests.faults import FAULTS, aten, noisy, rules, whole
 from vescale._errors import ArgumentError
 from vescale.spmd.placements import P, Shard
 from vescale.spmd.program import draw, passes, program
-from vescale.testing import strategies
+from vescale.testing import op_by_op, running, strategies
 
 
 @pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
@@ -51,6 +51,25 @@ def test_consistent_programs_are_not_reported(data):
 @given(st.data())
 def test_two_hundred_consistent_programs_are_not_reported(data):
     random_program(data)
+
+
+@pytest.mark.slow
+@examples(100)
+@given(st.data())
+def test_rounding_is_never_taken_for_a_fault(data):
+    """The same programs on noisy numbers: what differs first is a sum in another order, or a kernel on
+    pieces."""
+    mesh, program = data.draw(strategies.meshes()), data.draw(strategies.programs())
+    plan = data.draw(strategies.plans(mesh, inputs=program.shapes))
+    tensors = tuple(noisy(*tensor.shape, seed=number) for number, tensor in enumerate(program.tensors))
+    program = replace(program, tensors=tensors)
+    found = []
+    for static in (True, False):
+        try:
+            vs.testing.assert_consistent(program, program.args, plan, static=[static])
+        except vs.testing.Inconsistent as error:
+            found.append(error)
+    assert all(error.divergence is not None and error.divergence.excused for error in found), found
 
 
 # What a report says.
@@ -111,6 +130,22 @@ def test_a_fault_behind_rounding_is_found(monkeypatch):
         vs.testing.assert_consistent(fn, args, plan, static=[True])
     assert caught.value.divergence.op == "aten.add.Tensor"
     assert not caught.value.divergence.excused
+
+
+def test_what_differs_beside_plain_torch_is_told():
+    """Op by op, where every op does what it says: another op, or other bits of the same."""
+
+    def other(x, w):
+        return x.mul(2) if isinstance(x, vs.DTensor) else x.add(x)
+
+    def step_of(*args):
+        return running.Step(args, torch.get_rng_state(), None, {})
+
+    on_mesh = vs.parallelize(other, plan_of(dp=2), static=False)
+    found = op_by_op.first_op(on_mesh, step_of(noisy(4), noisy(4)))
+    assert found.op == "aten.mul.Tensor"
+    assert found.excused == op_by_op.OTHER_OP
+    assert "test_harness.py:" in found.line
 
 
 def test_generators_are_where_one_device_leaves_them():

@@ -8,9 +8,9 @@ for 8 lanes in 2 processes:
                 |_______|        |_______|       each process sums what it hosts,
                     |________________|           and goes on with what the others send
 
-What a process sends is the sum of a subtree, so the bytes are those of a reduction over processes. The nodes
-that are sent are the largest subtrees that are hosted whole; where the tree is over several axes and lanes are
-not next to each other in it, these are smaller.
+What a process sends is the sum of a subtree, so the bytes are those of a reduction over processes. It sends
+the largest subtrees that it hosts whole; where the tree is over several axes and lanes are not next to each
+other in it, these are smaller.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def bind_lanes(
 ) -> Lanes:
     """`redistribute.bind_many` for a mesh of lanes: one collective between processes, at most.
 
-    Lanes of a rank that get the same get one tensor, unless `apart`. Over the axes `untold` their values differ
-    although the layouts don't say so.
+    Lanes of a rank that get the same get one tensor, unless `apart`. Over the axes `untold` their values
+    differ although the layouts don't say so.
     """
     sides = [_Side(step, mesh, untold) for step in steps]
     if steps[0].kind == "all_reduce" and not mesh.is_simulated and len(sides[0].peers) > 1:

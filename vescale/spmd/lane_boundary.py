@@ -1,7 +1,7 @@
 """Into lanes and back: the pieces of a rank cut into those of its lanes, and put together again.
 
-Lanes are next to each other, and so their pieces mostly are, in the memory of their rank: cutting takes views,
-and pieces that were updated in place are put together by taking one view of them all.
+Lanes are next to each other, and so their pieces mostly are, in the memory of their rank: cutting takes
+views, and pieces that were updated in place are put together by taking one view of them all.
 """
 
 from __future__ import annotations

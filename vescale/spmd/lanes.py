@@ -1,15 +1,15 @@
 """Lanes: a mesh whose ranks are hosted several to a rank of another mesh, so that sums don't depend on it.
 
-With `lanes={"dp": 8}` a program is decided for 8 ranks of dp. A mesh of n ranks hosts 8 / n of them each, next
-to each other:
+With `lanes={"dp": 8}` a program is decided for 8 ranks of dp. A mesh of n ranks hosts 8 / n of them each,
+next to each other:
 
     lanes of dp      0   1   2   3   4   5   6   7
     dp = 8           0   1   2   3   4   5   6   7
     dp = 2           0   0   0   0   1   1   1   1
     dp = 1           0   0   0   0   0   0   0   0
 
-A lane computes what a rank of its own would compute, and sums are taken in one tree over the lanes. The lanes of
-a rank are a subtree of it, so a rank sends no more than it would without.
+A lane computes what a rank of its own would compute, and sums are taken in one tree over the lanes. The lanes
+of a rank are a subtree of it, so a rank sends no more than it would without.
 
 A value enters in some layout over the ranks of the mesh, is cut into lanes, and leaves in the layout that
 groups what the lanes of each rank hold: `refined` and `grouped`. Here everything is pure.
@@ -25,7 +25,7 @@ from typing import Any
 from .._errors import ArgumentError, LayoutError, explain
 from .layout import AbstractMesh, Digit, Layout
 from .mesh import Mesh
-from .placements import P, Partial, Placement, RaggedShard, Shard
+from .placements import P, Placement, RaggedShard, Shard
 from .regions import common_size, region
 
 
@@ -188,16 +188,31 @@ def _finer(layout: Layout, lanes: AbstractMesh) -> Iterator[Layout]:
     wide = widths(lanes, layout.mesh)
     if any(axis in wide for axis in layout.partials):
         return
-    placed: dict[str, Digit | Placement] = {
-        axis: layout.digits.get(axis, placement) for axis, placement in layout.spec.items()
-    }
-    if layout.ragged is None or layout.ragged[0] not in wide:
-        yield from _legal(lanes, layout.shape, placed)
+    if layout.ragged is not None and layout.ragged[0] in wide:
+        axis, ragged = layout.ragged
+        runs = [(unit, count * wide[axis]) for unit, count in ragged.runs]
+        for placement in (RaggedShard.from_runs(ragged.dims, runs), Shard(0)):
+            items = [*((a, p) for a, p in layout.spec.items() if a != axis), (axis, placement)]
+            yield from _legal(lanes, layout.shape, dict(items))
         return
-    axis, ragged = layout.ragged
-    runs = [(unit, count * wide[axis]) for unit, count in ragged.runs]
-    yield from _legal(lanes, layout.shape, {**placed, axis: RaggedShard.from_runs(ragged.dims, runs)})
-    yield from _legal(lanes, layout.shape, {**placed, axis: Shard(0)})
+    digits = {axis: layout.digits.get(axis, placement) for axis, placement in layout.spec.items()}
+    if _fits(digits, lanes):
+        yield from _legal(lanes, layout.shape, digits)
+    # One rank's piece is cut by its lanes after all other cuts.
+    last = [axis for axis in layout.spec if axis in wide and layout.mesh.axis_size(axis) == 1]
+    order = [*(axis for axis in layout.spec if axis not in last), *last]
+    yield from _legal(lanes, layout.shape, {axis: layout.spec[axis] for axis in order})
+
+
+def _fits(placed: Mapping[str, Digit | Placement], mesh: AbstractMesh) -> bool:
+    """Whether the digits of a dim lie beside each other."""
+    owned: dict[int, int] = {}
+    digits = [(entry.outer, axis, entry.dim) for axis, entry in placed.items() if isinstance(entry, Digit)]
+    for outer, axis, dim in sorted(digits):
+        if outer % owned.setdefault(dim, 1):
+            return False
+        owned[dim] *= mesh.axis_size(axis)
+    return True
 
 
 def _grouped_units(ragged: RaggedShard, each: int) -> RaggedShard:
@@ -208,7 +223,10 @@ def _grouped_units(ragged: RaggedShard, each: int) -> RaggedShard:
 
 def _legal(mesh: AbstractMesh, shape: tuple[int, ...], placed: Mapping[str, Any]) -> Iterator[Layout]:
     try:
-        yield Layout.of(mesh, shape, placed)
+        if any(isinstance(entry, Digit) for entry in placed.values()):
+            yield Layout.of(mesh, shape, placed)
+        else:
+            yield Layout(mesh, P.of(placed.items()), shape)
     except LayoutError:
         return
 
@@ -225,7 +243,7 @@ def _same(lanes: Layout, hosts: Layout) -> bool:
 
 
 def representative(lane: int, axes: Collection[str], lanes: AbstractMesh, wide: Mapping[str, int]) -> int:
-    """The first lane of the same host that differs from this one over none of `axes`; `wide` as of `widths`."""
+    """The first lane of the same host with this one's places on `axes`; `wide` as of `widths`."""
     coordinate, rank = lanes.coordinate(lane), 0
     for axis, size in zip(lanes.axis_names, lanes.shape, strict=True):
         index = coordinate[axis]
@@ -244,10 +262,8 @@ def distinct(layout: Layout, hosts: AbstractMesh, host: int) -> tuple[int, ...]:
     (4,)
     """
     wide = widths(layout.mesh, hosts)
-    inside = lanes_of(host, layout.mesh, hosts)
-    return tuple(
-        dict.fromkeys(representative(lane, tuple(layout.spec), layout.mesh, wide) for lane in inside)
-    )
+    inside, split = lanes_of(host, layout.mesh, hosts), frozenset(layout.spec)
+    return tuple(dict.fromkeys(representative(lane, split, layout.mesh, wide) for lane in inside))
 
 
 def not_in_lanes(path: str, layout: Layout, lanes: AbstractMesh, where: str) -> str:

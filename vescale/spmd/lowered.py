@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .lanes import widths
+from .layout import AbstractMesh
 from .program.cost import CostAnalysis, Rates
 from .program.memory import MemoryAnalysis, kinds_of, memory_analysis
 from .program.partition import Local, Move, Partitioned, Wait, operands, results
@@ -30,6 +32,9 @@ class Inputs:
 class Lowered:
     """What `fn` does on the mesh, for arguments like those given: decided, for all ranks, and not run.
 
+    With lanes these are the ranks that the program is decided for: collectives, costs and memory are those of
+    a lane on a rank of its own.
+
     >>> import torch, vescale as vs
     >>> mesh = vs.AbstractMesh(("dp",), (4096,))
     >>> plan = vs.Plan(mesh, inputs={"x": vs.P(dp=vs.Shard(0))})
@@ -41,8 +46,11 @@ class Lowered:
     peak of rank 0 ...
     """
 
-    def __init__(self, partitioned: Partitioned, inputs: Inputs | None = None) -> None:
+    def __init__(
+        self, partitioned: Partitioned, inputs: Inputs | None = None, hosts: AbstractMesh | None = None
+    ) -> None:
         self._partitioned, self._inputs = partitioned, inputs or Inputs()
+        self._hosts = None if hosts == partitioned.mesh else hosts
         self._replays: dict[int, Replay] = {}
 
     @property
@@ -52,11 +60,12 @@ class Lowered:
 
     def as_text(self) -> str:
         """The program, one instruction a line, with the layout of each value and where it came from."""
-        return "\n".join([*map(str, self.buckets), as_text(self._partitioned)])
+        hosted = [] if self._hosts is None else [_lanes(self._partitioned.mesh, self._hosts)]
+        return "\n".join([*hosted, *map(str, self.buckets), as_text(self._partitioned)])
 
     def source(self, rank: int = 0) -> str:
-        """The generated Python of a rank of the mesh."""
-        return source_of(self._partitioned, rank)
+        """The generated Python of a rank of the mesh: with lanes, of all that it hosts."""
+        return source_of(self._partitioned, rank, self._hosts)
 
     def collectives(self) -> Collectives:
         """Each collective in order: kind, axes, bytes that rank 0 receives, cause and source line."""
@@ -106,3 +115,9 @@ class Lowered:
                 device=inputs.device,
             )
         return self._replays[rank]
+
+
+def _lanes(mesh: AbstractMesh, hosts: AbstractMesh) -> str:
+    wide = {axis: mesh.axis_size(axis) for axis in widths(mesh, hosts)}
+    told = ", ".join(f"{axis}={count}" for axis, count in wide.items())
+    return f"lanes {told}, {mesh.size // hosts.size} on each rank of the mesh {hosts}"

@@ -25,6 +25,7 @@ from .distribute import distribute
 from .dtensor import DTensor, distribute_tensor, place
 from .dynamic import Dynamic
 from .functional import functional_call
+from .lane_plan import LanePlan
 from .layout import Layout, replicated
 from .mesh import Mesh
 from .parallelize import Decision, Entry, Lowered, Parallelized, drawing
@@ -105,6 +106,14 @@ class ParallelModule:
         return out
 
     def _program_for(self, args: Any, kwargs: Any) -> Parallelized:
+        if isinstance(self.plan, LanePlan):
+            raise ArgumentError(
+                explain(
+                    f"a call of {self!r}, whose plan has lanes",
+                    rule="a module's forward and backward are programs of the ranks that there are",
+                    remedy="a train step that takes vs.functional(module)'s params",
+                )
+            )
         recorded = self._static and torch.is_grad_enabled() and self._requires_grad((args, kwargs))
         return self._differentiated if recorded else self._forward
 

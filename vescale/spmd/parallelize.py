@@ -124,13 +124,14 @@ def parallelize(
     An `nn.Module` becomes a `ParallelModule`: it keeps sharded parameters and buffers of its own, placed by
     the plan, is called like the module, and its results can be differentiated with `.backward()`.
 
-    `reduction` says in which order contributions are added up: "ordered", one binary tree over the ranks of an
-    axis, so that the bits are those of simulated ranks, or "native", the backend's own; by default ordered
+    `reduction` says in which order contributions are added up: "ordered", one binary tree over the ranks of
+    an axis, so that the bits are those of simulated ranks, or "native", the backend's own; by default ordered
     on cpu and native on cuda.
 
-    With `lanes={"dp": 8}` the program is decided for 8 ranks of dp, a power of two, and a mesh whose dp divides
-    that hosts several of them a rank: the bits of the results don't depend on how many ranks there are. Sums are
-    then ordered on every device. What rests ragged is cut for lanes: `vs.distribute(params, step.plan)`.
+    With `lanes={"dp": 8}` the program is decided for 8 ranks of dp, a power of two, and a mesh whose dp
+    divides that hosts several of them a rank: the bits of the results don't depend on how many ranks there
+    are. Sums are then ordered on every device. What rests ragged is cut for lanes, as `.plan` of the result
+    says: `vs.distribute(params, step.plan)`.
 
     With `static=False` nothing is traced: fn runs op by op on DTensors with real values, at every call.
     Prints, breakpoints, `.item()` and control flow on values work. Inputs, parameters, activations and
@@ -160,7 +161,8 @@ def parallelize(
                 remedy="vs.parallelize(fn, vs.Plan(mesh, params=..., inputs=...))",
             )
         )
-    _check_order(reduction, lanes, static, isinstance(fn, nn.Module))
+    given = plan.lanes if lanes is None and isinstance(plan, LanePlan) else lanes
+    _check_order(reduction, given, static, isinstance(fn, nn.Module))
     if isinstance(fn, nn.Module):
         if donate:
             raise ArgumentError(
@@ -321,7 +323,7 @@ class Parallelized:
             frozenset(numbers[index] for index in decision.donated),
             self._plan.device,
         )
-        return Lowered(decision.partitioned, inputs)
+        return Lowered(decision.partitioned, inputs, self.plan.mesh.abstract)
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses, and for each miss which part of the signature was new."""

@@ -22,13 +22,60 @@ from .divergence import Divergence
 from .promises import excuse, size_of
 from .running import Step, own_generators, replicas, whole
 
+aten = torch.ops.aten
+_NO_WORK = (aten.detach.default, aten.alias.default, aten.clone.default)
+OTHER_OP = "torch makes the function of other ops for a DTensor; bits of the two need not be equal"
+
+
+STRIDES = "the op's kernel goes by the strides of its operands, which are others; bits need not be equal"
+
 
 def first_op(on_mesh: Parallelized, plain: Step) -> Divergence | None:
     """The first op at fault in a call like the step `plain`, else the first whose bits differ as they may."""
     watch = _OpByOp()
     with watch:
         on_mesh(*own_generators(plain.args))
-    return watch.fault or watch.first
+    return watch.fault or watch.first or _beside_plain(on_mesh, plain)
+
+
+def _beside_plain(on_mesh: Parallelized, plain: Step) -> Divergence | None:
+    """The first op that plain torch doesn't make, or makes other bits of: every op here does what it says."""
+    ours, theirs = _Ops(True), _Ops(False)
+    for ops, fn in ((ours, on_mesh), (theirs, on_mesh._fn)):
+        torch.set_rng_state(plain.before)
+        with ops:
+            fn(*own_generators(plain.args))
+    remaining = iter(theirs.made)  # more than ours, where fn makes tensors of nothing
+    for op, line, results in ours.made:
+        expected = next((made for other, _, made in remaining if other is op), None)
+        if expected is None:
+            return Divergence(str(op), line, "", "plain torch has another op in its place", OTHER_OP)
+        for a, b in zip(expected, results):
+            apart = difference(a, b) if wording(a, b) is None and isinstance(a, Tensor) else None
+            if apart is not None:
+                return Divergence(str(op), line, "", "its operands are those of plain torch", STRIDES, apart)
+    return None
+
+
+class _Ops(TorchDispatchMode):
+    """Notes the ops on DTensors (`on_mesh`) or those on plain tensors, their source lines and results."""
+
+    def __init__(self, on_mesh: bool) -> None:
+        super().__init__()
+        self._on_mesh = on_mesh
+        self.made: list[tuple[OpOverload, str, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = _tree.leaves(result)
+        mapped = any(isinstance(leaf, DTensor) for leaf in leaves)
+        if func not in _NO_WORK and (mapped or not self._on_mesh):
+            self.made.append((func, user_line(), [_kept(leaf) for leaf in leaves]))
+        return result
+
+
+def _kept(leaf: Any) -> Any:
+    return whole(leaf).clone() if isinstance(leaf, Tensor) else leaf
 
 
 class _OpByOp(TorchDispatchMode):

@@ -1,11 +1,11 @@
-"""Hosting: the lanes of one rank as one listing, in which they share the values that don't vary between them.
+"""Hosting: the lanes of a rank as one listing, in which they share the values that don't vary between them.
 
-A value that is replicated over the axes of the lanes is one value: what makes it is emitted once, and all lanes
-read it. Every other value is there for each lane. So passes see when the last lane has read a value, and an
-optimizer of replicated parameters runs once.
+A value that is replicated over the axes of the lanes is one value: what makes it is emitted once, and all
+lanes read it. Every other value is there for each lane. So passes see when the last lane has read a value,
+and an optimizer of replicated parameters runs once.
 
-Between two exchanges come the instructions of all lanes, then those of the first lane, then the second: what a
-lane computes is still in the cache when it is read, and goes before the next lane starts.
+Between two exchanges come the instructions for all lanes, then those of the first lane, then the second: what
+a lane computes is still in the cache when it is read, and goes before the next lane starts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from ..hosted import begin_lanes, bind_lanes
 from ..lanes import LaneMesh, distinct, lanes_of, representative, widths
+from ..layout import AbstractMesh
 from ..mapped_call import mapped_call
 from ..redistribute import Collective
 from .draw import BoundDraw, bind_draw
@@ -42,12 +43,12 @@ Lane = int
 
 
 class Hosting:
-    """Which lanes of a rank share each value of a program, and the numbers of all values of a rank's listing."""
+    """Which lanes of a rank, `host`, share each value of a program, and the numbers in the rank's listing."""
 
-    def __init__(self, partitioned: Partitioned, mesh: LaneMesh, host: int) -> None:
-        self.partitioned, self.mesh, self.host = partitioned, mesh, host
-        self.lanes = lanes_of(host, mesh.abstract, mesh.hosts.abstract)
-        self.wide = widths(mesh.abstract, mesh.hosts.abstract)
+    def __init__(self, partitioned: Partitioned, hosts: AbstractMesh, host: int) -> None:
+        self.partitioned, self.mesh, self.hosts, self.host = partitioned, partitioned.mesh, hosts, host
+        self.lanes = lanes_of(host, self.mesh, hosts)
+        self.wide = widths(self.mesh, hosts)
         self.untold = _untold(partitioned) & set(self.wide)
         self.inputs = frozenset(partitioned.inputs)
         self.numbers: dict[Any, int] = {}
@@ -61,12 +62,15 @@ class Hosting:
 
     def first(self, value: Number, lane: Lane) -> Lane:
         """The first of the lanes that share a value with this one."""
-        return representative(lane, self.varies(value), self.mesh.abstract, self.wide)
+        return self._first(lane, self.varies(value))
 
     def sharing(self, values: Sequence[Number]) -> list[Lane]:
         """The first lanes of those for which all these values are the same."""
         axes = set[str]().union(*map(self.varies, values))
-        return list(dict.fromkeys(representative(l, axes, self.mesh.abstract, self.wide) for l in self.lanes))
+        return list(dict.fromkeys(self._first(lane, axes) for lane in self.lanes))
+
+    def _first(self, lane: Lane, axes: set[str]) -> Lane:
+        return representative(lane, axes, self.mesh, self.wide)
 
     def number(self, value: Number, lane: Lane) -> int:
         """The number of a value, as a lane has it, in the listing."""
@@ -127,7 +131,7 @@ def host_listing(hosting: Hosting) -> Listing:
 
 def _outside(hosting: Hosting, value: Number) -> tuple[int, ...]:
     layout = hosting.partitioned.values[value].layout
-    return distinct(layout, hosting.mesh.hosts.abstract, hosting.host)
+    return distinct(layout, hosting.hosts, hosting.host)
 
 
 class _Segments:
@@ -234,7 +238,7 @@ def _mapped(step: Map, hosting: Hosting, traced: MappedTrace, lane: Lane, at: in
             kwargs={name: map_args(value, rename) for name, value in node.kwargs.items()},
             outs=tuple(None if out is None else number(out) for out in node.outs),
         )
-        yield local_instruction(moved, hosting.mesh.abstract, lane)
+        yield local_instruction(moved, hosting.mesh, lane)
     outputs = [output for output in graph.outputs if isinstance(output, Ref)]
     for output, result in zip(outputs, step.results, strict=True):
         if result is not None and (kept := hosting.given(result, lane)) is not None:
@@ -326,9 +330,7 @@ class _Lanes:
 
         return exchange
 
-    def halves(
-        self, step: Start, untold: frozenset[str]
-    ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    def halves(self, step: Start, untold: frozenset[str]) -> tuple[Collective, Collective]:
         """The start and the end of one."""
         moves, each = tuple(move.step for move in step.moves), len(step.moves)
         kept = self.kept(step.targets)

@@ -377,9 +377,12 @@ def final_listing(partitioned: Partitioned, rank: int) -> Listing:
     return passes.apply(passes.LISTING, listing(partitioned, rank))
 
 
-def source_of(partitioned: Partitioned, rank: int) -> str:
-    """The generated Python of a rank of the mesh."""
-    made = final_listing(partitioned, rank)
+def source_of(partitioned: Partitioned, rank: int, hosts: AbstractMesh | None = None) -> str:
+    """The generated Python of a rank of the mesh, or of one of `hosts`, with all its lanes."""
+    if hosts is None:
+        made = final_listing(partitioned, rank)
+    else:
+        made = passes.apply(passes.LISTING, host_listing(Hosting(partitioned, hosts, rank)))
     return generate(made.instructions, made.inputs, made.outputs, made.looks).source
 
 
@@ -414,10 +417,10 @@ def compile_partitioned(
     "ordered" or "native", by default the mesh's.
     """
     if isinstance(mesh, LaneMesh):
-        hostings = [Hosting(partitioned, mesh, host) for host in mesh.hosts.local_ranks]
+        hostings = [Hosting(partitioned, mesh.hosts.abstract, host) for host in mesh.hosts.local_ranks]
         found = [passes.apply(passes.LISTING, host_listing(hosting)) for hosting in hostings]
         bound = bind_exchanges(partitioned, mesh, hostings)
-        return Program(mesh, found, bound, sequence(partitioned, draws=True))
+        return Program(mesh.hosts, found, bound, sequence(partitioned, draws=True))
     exchanges = [bound for step in bind_steps(partitioned, mesh, reduction) for bound in step]
     made = final_listing if optimise else listing
     listings = [made(partitioned, rank) for rank in mesh.local_ranks]
