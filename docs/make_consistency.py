@@ -19,10 +19,12 @@ OUT = Path(__file__).with_name("consistency.md")
 
 HEAD = """# Consistency: which bits are promised
 
-Made by `make consistency` (`docs/make_consistency.py`) with torch {version} on {cpu}; don't edit.
+Which bits of a sharded function are those of one device, and how far the others are off. Made by
+`make consistency` (`docs/make_consistency.py`) with torch {version} on {cpu}; don't edit.
 
 *One device* is plain torch on the global values, with as many threads as a rank has.
-`vs.testing.assert_consistent` checks a function of yours against it: see [testing.md](testing.md).
+`vs.testing.assert_consistent` checks a function of yours against it: see [testing](testing.md).
+Bits that don't depend on the number of ranks are those of [lanes](lanes.md).
 
 | what | bits |
 | --- | --- |

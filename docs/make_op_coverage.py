@@ -47,7 +47,8 @@ PATIENCE = 120  # seconds for an op
 
 HEAD = """# Op coverage: torch's own op database
 
-Made by `make coverage` (`docs/make_op_coverage.py`) with torch {version}; don't edit. Each op of
+Which ops of torch can be sharded, with the right results, and at which cost. Made by `make coverage`
+(`docs/make_op_coverage.py`) with torch {version}; don't edit. Each op of
 `torch.testing._internal.common_methods_invocations.op_db` that runs on a CPU: in float32, or the first dtype
 that it takes, up to 6 samples, forward and, where torch differentiates it, backward, through
 `vs.parallelize` and `vs.value_and_grad` on simulated ranks. The tensors of a sample are laid out in five

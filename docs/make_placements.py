@@ -33,11 +33,13 @@ CONTEXTS = {"simulated": 20, "processes": 5}
 
 HEAD = """# Placements: every pair
 
-Made by `make conformance` (`docs/make_placements.py`); don't edit. A layout has one placement an axis of the
-mesh, in the order of the mesh. A move from one layout to another is *right* when each rank ends with the bits
-that plain slicing of the global tensor gives it; where a pending reduction is completed, with those of the
-sum in the stated order, one binary tree over the ranks of the group. Values are noisy float32. Processes must
-end with the bits of the simulated ranks.
+Whether every move from one layout to another gives the right bits, pair by pair; what layouts are is in
+[layouts](layouts.md). Made by `make conformance` (`docs/make_placements.py`); don't edit.
+
+A layout has one placement an axis of the mesh, in the order of the mesh. A move from one layout to another is
+*right* when each rank ends with the bits that plain slicing of the global tensor gives it; where a pending
+reduction is completed, with those of the sum in the stated order, one binary tree over the ranks of the
+group. Values are noisy float32. Processes must end with the bits of the simulated ranks.
 
 On one and two axes every legal layout goes to every other. On three axes every pair of placements on each
 axis is met in {simulated} (simulated) or {processes} (processes) random legal settings of the other axes.
