@@ -235,3 +235,8 @@ def test_the_checks_see_what_they_must():
         "from ._tree import flatten",
     ):
         assert not private_torch(good), good
+
+
+def test_types_are_shipped():
+    assert (PACKAGE / "py.typed").exists()
+    assert '"py.typed"' in (ROOT / "pyproject.toml").read_text()
