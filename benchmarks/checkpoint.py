@@ -34,7 +34,7 @@ import vescale as vs
 from vescale import _tree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from examples.train_gpt import GPT
+from examples.gpt import GPT
 
 BLOCKS, CONTEXT, RANKS = 4, 64, 4
 SPEED, SIZE = 0.8, 1.02

@@ -74,11 +74,11 @@ def bits(tensor: vs.DTensor) -> bytes:
 
 def train(
     mesh, steps=100, batch=8, seed=0, dtype="float32", compare=True, optimizer="adamw", dropout=0.0,
-    lanes=0, hash=False, save_every=0, resume=False, folder=Path("out/train_gpt"),
+    lanes=0, hash=False, save_every=0, resume=False, folder=Path("out/train_gpt"), blocks=4,
 ) -> SimpleNamespace:  # fmt: skip
     """Train, AdamW beside plain torch; returns what was seen, among it curves of losses by step."""
     generator = torch.manual_seed(seed)
-    model, first = GPT(dropout=dropout).to(getattr(torch, dtype)), 0 in mesh.local_ranks
+    model, first = GPT(blocks, dropout=dropout).to(getattr(torch, dtype)), 0 in mesh.local_ranks
     alike = compare and optimizer == "adamw" and not (dropout or resume)
     plain = plain_step(model) if alike and first else None
     train_step, loss_fn, init = functional_step(model, optimizer, gradients=hash)
@@ -130,8 +130,8 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    flags = {"mesh": "dp=2,tp=2", "steps": 100, "batch": 8, "seed": 0, "dtype": "float32", "dropout": 0.0}
-    for flag, x in (flags | {"optimizer": "adamw", "lanes": 0, "save-every": 0}).items():
+    flags = {"mesh": "dp=2,tp=2", "steps": 100, "batch": 8, "seed": 0, "dtype": "float32", "blocks": 4}
+    for flag, x in (flags | {"dropout": 0.0, "optimizer": "adamw", "lanes": 0, "save-every": 0}).items():
         parser.add_argument(f"--{flag}", type=type(x), default=x, help=f"default: {x}")
     for flag, x in {"compare": True, "hash": False, "resume": False}.items():
         parser.add_argument(f"--{flag}", action=argparse.BooleanOptionalAction, default=x)

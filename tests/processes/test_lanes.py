@@ -152,3 +152,18 @@ def test_no_more_on_the_wire_than_without_lanes(pool, case, ranks):
         # A bucket is gathered twice and reduced once; what pads it is for 8 shards.
         assert more <= count + 3 * padding * LANES // ranks * (ranks - 1)
         assert case == "fsdp" or more == count
+
+
+def natively():
+    mesh = world_mesh((("dp", 4),))
+    placed = vs.Plan(mesh, inputs={"x": vs.P(dp=vs.Shard(0))})
+    x = torch.arange(64.0)
+    return [
+        vs.parallelize(lambda x: x.sum(), placed, reduction=order)(x).full_tensor()
+        for order in ("native", "ordered")
+    ]
+
+
+def test_the_backend_may_reduce_in_its_own_order(pool):
+    for found in pool.run(natively):
+        assert equal(found, [torch.tensor(2016.0)] * 2)  # whole numbers: any order is exact

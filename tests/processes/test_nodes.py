@@ -52,7 +52,11 @@ def agents(script: Path, *arguments: str, nodes: int = 1) -> list[subprocess.Pop
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
+    }
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--local-addr", "127.0.0.1"]
     return [
         subprocess.Popen(

@@ -2,25 +2,16 @@
 
 import inspect
 import runpy
-import sys
 from pathlib import Path
 
+import gpt
 import pytest
+import train_gpt
 
 import vescale as vs
-from examples import gpt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NUMBERED = sorted(path.stem for path in EXAMPLES.glob("[0-9]*.py"))
-
-
-@pytest.fixture(scope="module")
-def train_gpt():
-    sys.path.insert(0, str(EXAMPLES))  # as when the script runs
-    import train_gpt
-
-    yield train_gpt
-    sys.path.remove(str(EXAMPLES))
 
 
 def test_is_short():
@@ -37,7 +28,7 @@ def test_text():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 4}], ids=str)
-def test_follows_plain_torch(train_gpt, axes, tmp_path):
+def test_follows_plain_torch(axes, tmp_path):
     seen = train_gpt.train(vs.make_mesh(axes), steps=3, batch=4)
     assert seen.gap <= 1e-5
     assert seen.step.cache_info().misses == 1
@@ -46,6 +37,33 @@ def test_follows_plain_torch(train_gpt, axes, tmp_path):
 
 
 @pytest.mark.parametrize("name", NUMBERED)
-def test_asserts_its_own_claim(name, train_gpt, capsys):
+def test_asserts_its_own_claim(name, capsys):
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw_8bit", "shampoo"))]
+)
+def test_stops_and_goes_on_elsewhere(optimizer, tmp_path):
+    """Whatever the optimizer: a run that goes on on another mesh follows the one that did not stop."""
+    options = {"batch": 4, "optimizer": optimizer, "blocks": 1, "compare": False, "folder": tmp_path}
+    whole = train_gpt.train(vs.make_mesh({"dp": 2}), steps=3, save_every=2, **options)
+    rest = train_gpt.train(vs.make_mesh({"dp": 2, "tp": 2}), steps=3, resume=True, **options)
+    (step, loss), *others = rest.curves["vescale"].items()
+    assert (step, others) == (2, [])
+    assert abs(loss - whole.curves["vescale"][2]) < 1e-4
+
+
+def test_one_hash_on_any_mesh():
+    options = {
+        "steps": 2,
+        "batch": 8,
+        "lanes": 4,
+        "hash": True,
+        "blocks": 1,
+        "compare": False,
+        "dropout": 0.1,
+    }
+    one, four = (train_gpt.train(vs.make_mesh({"dp": ranks}), **options).hash for ranks in (1, 4))
+    assert one == four

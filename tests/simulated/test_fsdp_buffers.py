@@ -82,8 +82,8 @@ def test_parameters_lie_in_the_gathered_buffer_and_gradients_are_sent_from_their
 
         return spied
 
-    def bind(step, mesh, real=programs.bind):
-        run = real(step, mesh)
+    def bind(step, mesh, real=programs.bind, **given):
+        run = real(step, mesh, **given)
 
         def spied(values):
             if step.kind == "reduce_scatter":
