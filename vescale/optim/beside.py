@@ -66,16 +66,18 @@ def beside(layout: Layout, matrices: Matrices, rows: int, columns: int) -> Layou
         results=((*batch, ("kept rows",), ("kept columns",)),),
         sizes={**pattern.sizes, "kept rows": rows, "kept columns": columns},
     )
-    even = P.of((axis, placed) for axis, placed in layout.spec.items() if not isinstance(placed, RaggedShard))
-    carried = carry(pattern, layout.mesh, Layout(layout.mesh, even, layout.shape), 0, shape)
+    mesh = layout.mesh
+    splits = [(axis, placed) for axis, placed in layout.spec.items() if mesh.axis_size(axis) > 1]
+    ragged = [(axis, placed) for axis, placed in splits if isinstance(placed, RaggedShard)]
+    even = Layout(mesh, P.of(split for split in splits if split not in ragged), layout.shape)
+    carried = carry(pattern, mesh, even, 0, shape)
     assert carried is not None, (layout, matrices.text)
-    if layout.ragged is None:
-        return carried
-    axis, ragged = layout.ragged
-    # The cuts are between matrices: as units, reduced by their gcd, they are those of what is beside.
-    dims = range(min(len(ragged.dims), len(batch)))
-    cut = axis, RaggedShard.from_runs(dims, ragged.runs)
-    return Layout(layout.mesh, P.of([*carried.spec.items(), cut]), shape)
+    # Cuts are between matrices: as units, reduced by their gcd, they are those of what is beside.
+    cuts = [
+        (axis, RaggedShard.from_runs(range(min(len(placed.dims), len(batch))), placed.runs))
+        for axis, placed in ragged
+    ]
+    return Layout(mesh, P.of([*carried.spec.items(), *cuts]), shape) if cuts else carried
 
 
 def rule_beside(op: OpOverload) -> None:

@@ -57,7 +57,7 @@ def statistic(old: Tensor, factor: Tensor, beta: float) -> Tensor:
 
 
 def inverse_root(matrix: Tensor, since: float, how: Recipe) -> Tensor:
-    """((M + eps max(eigenvalues) I) / since)^(-1 / power), of eigenvalues in `root_dtype`: T[n, n] -> T[n, n].
+    """((M + eps max(eigenvalues) I) / since)^(-1 / power), in `root_dtype`: T[n, n] -> T[n, n].
 
     M is symmetric; what rounding made negative of its eigenvalues counts as 0. The root of 0 is the identity
     here, as there is nothing to precondition. Numbers that aren't finite make all of it nan: eigenvalues

@@ -127,12 +127,13 @@ def shampoo(
         step_size, _ = corrections(rate, step, beta1, beta2)
         made = read(params)
         kept = {one.path: _kept(state, one) for one in made}
-        directions, new = list(gs), dict[str, dict[str, Tensor]]()
+        new = dict[str, dict[str, Tensor]]()
+        directions: list[Any] = [None] * len(made)
 
         owned = [index for index, one in enumerate(made) if one.sides]
-        names, rest, where = zip(*((o.path, o.rest, o.there) for o in made if o.sides)) or ((), (), ())
+        names, rest, where = ([getattr(made[i], name) for i in owned] for name in ("path", "rest", "there"))
         done = list[Tensor]()
-        for index, g in zip(owned, to_owners([gs[index] for index in owned], names, where), strict=True):
+        for index, g in zip(owned, to_owners([gs[i] for i in owned], names, where), strict=True):
             one = made[index]
             how, before = recipe(root or 2 * one.sides), Kept(**kept[one.path])
             direction, after = precondition(g, before, state["step"], one.matrices, how)
@@ -143,12 +144,7 @@ def shampoo(
 
         for index, one in enumerate(made):
             if not one.sides:
-                new[one.path] = dict(kept[one.path])
-            if not one.sides and grafting in SQUARED:
-                g, squares = gs[index].to(_wide(one.tensor)), kept[one.path]["squares"]
-                since = cast_scalar(1 - beta2**step, scalar_dtype(squares)) if beta2 < 1 else 1.0
-                a, new[one.path]["squares"] = graft(g, squares, since, recipe(1))
-                directions[index] = a.to(one.tensor.dtype)
+                directions[index], new[one.path] = grafted(one, gs[index], kept[one.path], step)
 
         if beta1:
             old = _tree.leaves_like(spec, state["momentum"], where="state['momentum']")
@@ -160,6 +156,16 @@ def shampoo(
             after["momentum"] = _tree.unflatten(spec, directions)
         keep = 1 - rate * weight_decay if weight_decay else 1.0
         return Updates(keep, _tree.unflatten(spec, deltas)), after
+
+    def grafted(
+        one: _Parameter, g: Tensor, kept: dict[str, Tensor], step: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The direction where no side has a statistic, where the parameter is, and what is kept for it."""
+        if grafting not in SQUARED:
+            return g, {}
+        since = cast_scalar(1 - beta2**step, scalar_dtype(kept["squares"])) if beta2 < 1 else 1.0
+        a, squares = graft(g.to(kept["squares"].dtype), kept["squares"], since, recipe(1))
+        return a.to(one.tensor.dtype), {"squares": squares}
 
     return Optimizer(init, update)
 
