@@ -24,6 +24,7 @@ PAGES = [
     "docs/modules.md",
     "docs/optimizers.md",
     "docs/muon.md",
+    "docs/shampoo.md",
     "docs/plans.md",
     "docs/programs.md",
     "docs/rng.md",

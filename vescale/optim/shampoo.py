@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,27 +96,47 @@ def shampoo(
         """What is known of parameters from their layouts: the same in `init` and in `update`."""
         paths, found = arrangements(texts, params, _WHERE)
         leaves = _tree.leaves(params)
-        made = [_Parameter.of(*each, max_dim) for each in zip(paths, leaves, found, strict=True)]
+        each = zip(paths, leaves, found, layouts_at_rest(leaves), strict=True)
+        made = [_Parameter.of(*one, max_dim) for one in each]
         owned = [one for one in made if one.sides]
-        rest = layouts_at_rest([one.tensor for one in owned])
-        where = decide(rest, [one.matrices for one in owned], _cost(max_dim, update_interval))
-        for one, at_rest, there in zip(owned, rest, where, strict=True):
-            one.rest, one.there = at_rest, there
-        return made
+        where = iter(decide([one.rest for one in owned], [one.matrices for one in owned], cost))
+        return [replace(one, there=next(where)) if one.sides else one for one in made]
+
+    def cost(rows: int, columns: int) -> int:
+        return flops(rows, columns, rows <= max_dim, columns <= max_dim, update_interval)
+
+    def shapes(one: _Parameter) -> dict[str, tuple[int, ...]]:
+        """The shapes of what is kept for a parameter."""
+        squared = grafting in SQUARED
+        if not one.sides:
+            return {"squares": tuple(one.tensor.shape)} if squared else {}
+        left, right = one.kept_shape(one.left * one.rows), one.kept_shape(one.right * one.columns)
+        squares = one.kept_shape(one.rows, one.columns) if squared else one.kept_shape(0)
+        return Kept(left, right, left, right, squares)._asdict()  # pyright: ignore[reportArgumentType]
+
+    def kept_of(one: _Parameter, state: dict[str, Any]) -> dict[str, Tensor]:
+        """What the state has for a parameter. Raises ArgumentError for the state of another optimizer."""
+        found, expected = state["owned"].get(one.path, {}), shapes(one)
+        if {name: tuple(value.shape) for name, value in found.items()} == expected:
+            return found
+        raise ArgumentError(
+            explain(
+                f"{one.path} has { ({name: tuple(value.shape) for name, value in found.items()}) } in "
+                f"state['owned'], and not {expected}",
+                where=_WHERE,
+                rule="update takes the state that init made, with the same max_dim, grafting and matrix_dims",
+                remedy="make the state with this optimizer's init",
+            )
+        )
 
     def init(params: Any) -> dict[str, Any]:
-        state = {"step": state_scalar(params), "owned": {one.path: kept_of(one) for one in read(params)}}
+        owned = {
+            one.path: {name: one.zeros(shape) for name, shape in shapes(one).items()} for one in read(params)
+        }
+        state = {"step": state_scalar(params), "owned": owned}
         if beta1:
             state["momentum"] = _tree.tree_map(torch.zeros_like, params)
         return state
-
-    def kept_of(one: _Parameter) -> dict[str, Tensor]:
-        squared = grafting in SQUARED
-        if not one.sides:
-            return {"squares": torch.zeros_like(one.tensor, dtype=_wide(one.tensor))} if squared else {}
-        r, c = one.left * one.rows, one.right * one.columns
-        shapes = Kept((r, r), (c, c), (r, r), (c, c), (one.rows, one.columns) if squared else (0, 0))  # type: ignore[arg-type]
-        return {name: one.zeros(*shape) for name, shape in shapes._asdict().items()}
 
     def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Updates, dict[str, Any]]:
         leaves, spec = _tree.flatten(params)
@@ -126,7 +145,7 @@ def shampoo(
         rate = rate_at(lr, state["step"])
         step_size, _ = corrections(rate, step, beta1, beta2)
         made = read(params)
-        kept = {one.path: _kept(state, one) for one in made}
+        kept = {one.path: kept_of(one, state) for one in made}
         new = dict[str, dict[str, Tensor]]()
         directions: list[Any] = [None] * len(made)
 
@@ -170,73 +189,58 @@ def shampoo(
     return Optimizer(init, update)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Parameter:
     """A parameter, its matrices, which of their sides have statistics, and where these are."""
 
     path: str
     tensor: Tensor
     matrices: Matrices
+    rest: Layout | None
     rows: int
     columns: int
     left: bool
     right: bool
-    rest: Layout | None = None
     there: Layout | None = None
 
     @classmethod
-    def of(cls, path: str, tensor: Tensor, matrices: Matrices, max_dim: int) -> _Parameter:
+    def of(
+        cls, path: str, tensor: Tensor, matrices: Matrices, rest: Layout | None, max_dim: int
+    ) -> _Parameter:
         _, rows, columns = matrices.grid(tensor.shape)
-        some = math.prod(tensor.shape) > 0
-        return cls(
-            path, tensor, matrices, rows, columns, some and rows <= max_dim, some and columns <= max_dim
-        )
+        left, right = (tensor.numel() > 0 and side <= max_dim for side in (rows, columns))
+        return cls(path, tensor, matrices, rest, rows, columns, left, right)
 
     @property
     def sides(self) -> int:
         """How many sides have a statistic."""
         return self.left + self.right
 
-    def zeros(self, rows: int, columns: int) -> Tensor:
-        """Zeros for each matrix, where the matrix has its owner."""
-        dtype, layout = _wide(self.tensor), self.there or self.rest
-        shape = kept_shape(self.matrices, self.tensor.shape, rows, columns)
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of what is kept."""
+        return torch.float64 if self.tensor.dtype is torch.float64 else torch.float32
+
+    def kept_shape(self, rows: int, columns: int | None = None) -> tuple[int, ...]:
+        """The shape of numbers rows x columns, or rows x rows, for each matrix."""
+        return kept_shape(self.matrices, self.tensor.shape, rows, rows if columns is None else columns)
+
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Zeros for each matrix, where the matrix has its owner; where the parameter is, without one."""
+        if not self.sides:
+            return torch.zeros_like(self.tensor, dtype=self.dtype)
+        layout, base = self.there or self.rest, base_tensor(self.tensor)
         if layout is None:
-            return torch.zeros(shape, dtype=dtype, device=self.tensor.device)
-        target, base = beside(layout, self.matrices, rows, columns), base_tensor(self.tensor)
+            return torch.zeros(shape, dtype=self.dtype, device=self.tensor.device)
+        target = beside(layout, self.matrices, *shape[-2:])
         if not isinstance(base, DTensor):
-            made = torch.zeros(shape, dtype=dtype, device=self.tensor.device)
+            made = torch.zeros(shape, dtype=self.dtype, device=self.tensor.device)
             return pinned(made, target, f"statistics of {self.path}")
-        local = [target.local_shape(rank) for rank in base.mesh.local_ranks]
-        return DTensor(
-            [torch.zeros(s, dtype=dtype, device=base.mesh.device) for s in local], base.mesh, target
-        )
-
-
-def _wide(p: Tensor) -> torch.dtype:
-    """The dtype of statistics."""
-    return torch.float64 if p.dtype is torch.float64 else torch.float32
-
-
-def _cost(max_dim: int, interval: int) -> Any:
-    return lambda rows, columns: flops(rows, columns, rows <= max_dim, columns <= max_dim, interval)
-
-
-def _kept(state: dict[str, Any], one: _Parameter) -> dict[str, Tensor]:
-    """What the state has for a parameter. Raises ArgumentError for another optimizer's."""
-    found: dict[str, Tensor] = state["owned"].get(one.path, {})
-    r, c = one.left * one.rows, one.right * one.columns
-    sides = [found[name].shape[-1] for name in ("left", "right") if name in found]
-    if sides == ([r, c] if one.sides else []):
-        return found
-    raise ArgumentError(
-        explain(
-            f"no statistics of {one.path} with sides of {r} and {c}",
-            where=f"{_WHERE}, state['owned']",
-            rule="update takes the state that init made, with the same max_dim and matrix_dims",
-            remedy="make the state with this optimizer's init",
-        )
-    )
+        pieces = [
+            torch.zeros(target.local_shape(rank), dtype=self.dtype, device=piece.device)
+            for rank, piece in zip(base.mesh.local_ranks, base.locals, strict=True)
+        ]
+        return DTensor(pieces, base.mesh, target)
 
 
 def _check(
