@@ -38,6 +38,15 @@ def by_label(lr: float) -> optim.Optimizer:
     return optim.partition(lambda path, p: p.dim() > 1, pair)
 
 
+def matrices(make: Callable[[float], optim.Optimizer]) -> Callable[[float], optim.Optimizer]:
+    """An optimizer of matrices, and another one for the rest."""
+
+    def made(lr: float) -> optim.Optimizer:
+        return optim.partition(lambda path, p: p.dim() > 1, {True: make(lr), False: optim.adam(lr)})
+
+    return made
+
+
 OPTIMIZERS = {
     "sgd": Case(lambda lr: optim.sgd(lr, 0.9, nesterov=True, weight_decay=1e-4), 0.02, 0.3),
     "adam": Case(lambda lr: optim.adam(lr, amsgrad=True)),
@@ -45,6 +54,8 @@ OPTIMIZERS = {
     "loss_scale": Case(lambda lr: optim.loss_scale(optim.adam(lr), init=1.0), elementwise=False),
     "clipped": Case(clipped, bound=1e-6, elementwise=False),
     "by_label": Case(by_label),
+    "muon": Case(matrices(lambda lr: optim.muon(lr, weight_decay=0.0)), gpt=0.02, elementwise=False),
+    "shampoo": Case(matrices(lambda lr: optim.shampoo(lr, update_interval=2)), elementwise=False),
 }
 
 

@@ -24,6 +24,7 @@ from .optimizer import Optimizer, Updates, apply_updates
 from .partition import freeze, partition
 from .scale import scale
 from .sgd import sgd
+from .shampoo import shampoo
 from .skip import skip_if_nonfinite
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "adamw",
     "adamw_8bit",
     "muon",
+    "shampoo",
     "chain",
     "partition",
     "freeze",

@@ -29,11 +29,10 @@ from ..spmd.dtensor import DTensor
 from ..spmd.layout import AbstractMesh, Layout
 from ..spmd.matrices import Matrices
 from ..spmd.placements import P, Placement, RaggedShard, Shard
-from ..spmd.program.candidates import carry
 from ..spmd.redistribute_many import redistribute_many
 from ..spmd.redistribute_plan import plan
-from ..spmd.rules.matrices import cuts_between, matrix_pattern
 from ..spmd.transforms import marks_of, pinned
+from .beside import is_whole
 from .owners import Ownership, Run, Work, assign
 
 Cost = Callable[[int, int], int]  # rows, columns -> what one matrix costs
@@ -170,10 +169,7 @@ def _legal(mesh: AbstractMesh, splits: Sequence[Split], shape: tuple[int, ...]) 
 
 
 def _is_whole(layout: Layout | None, matrices: Matrices) -> bool:
-    """Whether no rank has a part of a matrix."""
-    if layout is None or not cuts_between(matrices, layout):
-        return False
-    return carry(matrix_pattern(matrices, layout.shape), layout.mesh, layout, 0, layout.shape) is layout
+    return layout is not None and is_whole(layout, matrices)
 
 
 def _is_even(layout: Layout) -> bool:
@@ -212,10 +208,24 @@ def at_owners(
 
     With None, and in plain torch, a value stays where it is.
     """
-    sent = _moved(values, where, [f"{name} to its owner" for name in names])
-    done = [run(value) for run, value in zip(compute, sent, strict=True)]
+    sent = to_owners(values, names, where)
+    return from_owners([run(value) for run, value in zip(compute, sent, strict=True)], names, back, where)
+
+
+def to_owners(values: Sequence[Tensor], names: Sequence[str], where: Sequence[Layout | None]) -> list[Tensor]:
+    """The values in the layouts of `where`; those with None as they are."""
+    return _moved(values, where, [f"{name} to its owner" for name in names])
+
+
+def from_owners(
+    values: Sequence[Tensor],
+    names: Sequence[str],
+    back: Sequence[Layout | None],
+    where: Sequence[Layout | None],
+) -> list[Tensor]:
+    """`to_owners` backwards: what is in a layout of `where`, in that of `back`."""
     targets = [None if there is None else layout for layout, there in zip(back, where, strict=True)]
-    return _moved(done, targets, [f"{name} from its owner" for name in names])
+    return _moved(values, targets, [f"{name} from its owner" for name in names])
 
 
 def _moved(values: Sequence[Tensor], layouts: Sequence[Layout | None], causes: Sequence[str]) -> list[Tensor]:

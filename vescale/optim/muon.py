@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .. import _tree
-from .._errors import ArgumentError, explain, near_misses
-from ..spmd.matrices import Matrices
+from .._errors import ArgumentError, explain
+from .arrangements import arrangements
 from .at_owners import at_owners, decide, layouts_at_rest
-from .optimizer import Optimizer, Updates
+from .optimizer import Optimizer, Updates, state_scalar
 from .orthogonalize import COEFFICIENTS, flops, orthogonalize
 from .rates import Rate, check_rate, rate_at
 
@@ -71,11 +70,9 @@ def muon(
     texts = dict(matrix_dims or {})
 
     def init(params: Any) -> dict[str, Any]:
-        leaves, _ = _tree.flatten(params)
-        arrangements(texts, params)
-        device = leaves[0].device if leaves else None
+        arrangements(texts, params, _WHERE)
         return {
-            "step": torch.zeros((), dtype=torch.float64, device=device),
+            "step": state_scalar(params),
             "momentum": _tree.tree_map(torch.zeros_like, params),
         }
 
@@ -83,7 +80,7 @@ def muon(
         leaves, spec = _tree.flatten(params)
         gs = _tree.leaves_like(spec, grads, where="grads")
         ms = _tree.leaves_like(spec, state["momentum"], where="state['momentum']")
-        paths, matrices = arrangements(texts, params)
+        paths, matrices = arrangements(texts, params, _WHERE)
 
         ms = [torch.lerp(m, g, 1 - momentum) for m, g in zip(ms, gs, strict=True)]
         us = [torch.lerp(g, m, momentum) if nesterov else m for m, g in zip(ms, gs, strict=True)]
@@ -110,47 +107,6 @@ def muon(
         }
 
     return Optimizer(init, update)
-
-
-def arrangements(texts: Mapping[str, str], params: Any) -> tuple[list[str], list[Matrices]]:
-    """The paths of parameters, and how each is a batch of matrices."""
-    paths, leaves, _ = _tree.flatten_with_path(params)
-    unused, found = dict(texts), []
-    for path, leaf in zip(paths, leaves, strict=True):
-        matching = [regex for regex in texts if re.fullmatch(regex, path)]
-        for regex in matching:
-            unused.pop(regex, None)
-        how = Matrices.of(texts[matching[0]], path) if matching else Matrices.default(leaf.dim())
-        if how is None:
-            few = leaf.dim() < 2
-            raise ArgumentError(
-                explain(
-                    f"{path} of shape {tuple(leaf.shape)}",
-                    where=_WHERE,
-                    rule="its parameters are matrices, or batches of them",
-                    remedy="give this one to another optimizer, by its label: vs.optim.partition"
-                    if few
-                    else f"say which dims are rows and columns: matrix_dims={{{re.escape(path)!r}: "
-                    f"'o i y x -> o (i y x)'}}",
-                )
-            )
-        if not leaf.is_floating_point():
-            rule, remedy = "its parameters are real floating-point tensors", "leave it to another optimizer"
-            raise ArgumentError(explain(f"{path} of {leaf.dtype}", where=_WHERE, rule=rule, remedy=remedy))
-        how.sizes(leaf.shape, path)
-        found.append(how)
-    if unused:
-        regex = next(iter(unused))
-        near = near_misses(re.sub(r"\\d\+|\.\*|[\\^$()?+*\[\]]", "", regex), paths)
-        raise ArgumentError(
-            explain(
-                f"matrix_dims[{regex!r}] matches no parameter",
-                where=_WHERE,
-                rule="a key is a regex that fullmatches the dotted path of at least one parameter",
-                remedy=f"near: {', '.join(near) or 'nothing'}",
-            )
-        )
-    return paths, found
 
 
 def _adjustment(adjust_lr: str | None, rows: int, columns: int) -> float:

@@ -67,9 +67,13 @@ def _pattern(node: Node, metas: Sequence[TensorMeta]) -> Pattern:
 
 
 def _local(call: LocalCall) -> LocalCall:
-    """A rank's part has another number of matrices, and maybe its leading dims flattened."""
-    matrices, layout = Matrices.of(call.node.args[1]), call.operands[0]
+    text = merged_text(Matrices.of(call.node.args[1]), call.operands[0], call.meta.shape)
+    return call.with_arg(1, text)
+
+
+def merged_text(matrices: Matrices, layout: Layout, shape: Sequence[int]) -> str:
+    """The text for a rank's part: it has another number of matrices, maybe its leading dims flattened."""
     if not matrices.follow:
-        return call
+        return matrices.text
     merged = 1 if layout.ragged is None else max(len(layout.ragged[1].dims), 1)
-    return call.with_arg(1, matrices.merged(call.meta.shape, merged))
+    return matrices.merged(shape, merged)

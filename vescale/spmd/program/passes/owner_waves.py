@@ -1,7 +1,8 @@
 """Owner waves: matrices that go to owners move together, and while others are computed with.
 
 What an optimizer on whole matrices (`rules.matrices`) leaves is, for each matrix, a move to its owner, the
-computing there, and a move back. They become waves of about equal work, each with one collective to the
+computing there, and a move back. The first operand moves, and the first result; what else the computing reads
+and makes is kept at the owner. They become waves of about equal work, each with one collective to the
 owners and one back (one for each dtype and set of axes); two waves are in memory at a time:
 
     a' = all_to_all(a)                      t0 = start all_to_all (a, b)
@@ -75,13 +76,14 @@ def _visits(steps: Sequence[AnyStep]) -> list[_Visit]:
     for at, step in enumerate(steps):
         if not isinstance(step, Compute) or step.node.op not in on_matrices:
             continue
-        (source,), (result,) = step.operands, step.results
-        assert result is not None
+        source, *kept = step.operands
+        result, *made = results(step)
         there, ready = None, makers.get(source, -1)
         move = steps[ready] if ready >= 0 else None
         if isinstance(move, Move) and move.step.is_collective and users[source] == [at]:
             there, ready = ready, makers.get(move.source, -1)
-        back, wanted = list[int](), list[int]()
+        ready = max([ready, *(makers.get(value, -1) for value in kept)])
+        back, wanted = list[int](), [user for value in made for user in users.get(value, ())]
         for user in users.get(result, ()):
             returns = steps[user]
             if there is not None and isinstance(returns, Move) and returns.step.is_collective:
