@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .._errors import CheckpointError, explain
 
+INDEX = "index.jsonl"  # written last: with it a directory is a checkpoint
 BLOCK = 1 << 18  # bytes under one checksum: a small tensor costs a read of this size
 ALIGNMENT = 16  # bytes: the largest element, so that what is read can be viewed as what it is
 
