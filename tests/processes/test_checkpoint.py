@@ -150,6 +150,8 @@ def misuse(path, kind):
         return outcome(lambda: vs.checkpoint.save({**tree, "step": rank // 3}, path))
     if kind == "leaf":
         return outcome(lambda: vs.checkpoint.save({**tree, "step": object() if rank == 1 else 1}, path))
+    if kind == "call":
+        return outcome(lambda: (vs.checkpoint.load if rank == 3 else vs.checkpoint.save)(tree, path))
     if kind == "path":
         return outcome(lambda: vs.checkpoint.save(tree, path / str(rank // 3)))
     if kind == "load":
@@ -170,6 +172,7 @@ def full(*_):
         ("value", "ConsistencyError.*step on rank 3"),
         ("leaf", "ArgumentError.*object.*where: step"),
         ("path", "ConsistencyError.*rank 3"),
+        ("call", r"ConsistencyError.*rank 0 called \S+save\(.*, rank 3 \S+load\("),
     ],
 )
 def test_what_fails_on_one_rank_is_one_error_on_all(pool, tmp_path, kind, says):

@@ -80,12 +80,14 @@ def test_shapes(shown, tmp_path):
         "layers.0.up": [64, 256],
         "layers.0.down": {"shape": [256, 64], "dtype": "float32"},
         "head": [64, 1000],
+        "layers.0.scale": [],
+        "layers.0.nothing": [0, 4],
     }
     arguments = ("--mesh", "dp=8", "--fsdp", "dp", "--optimizer", "none")
     status, out, _ = shown("estimate", write(tmp_path / "shapes.json", shapes), *arguments)
     assert status == 0
-    assert f"{2 * 64 * 256 + 64 * 1000:,} in all" in out
-    assert f"{64 * 256 * (2 + 4) + 64 * 1000 * 2:,} B" in out
+    assert f"{2 * 64 * 256 + 64 * 1000 + 1:,} in all" in out
+    assert f"{64 * 256 * (2 + 4) + 64 * 1000 * 2 + 2:,} B" in out
     # A rank receives seven eighths of what it gathers and reduces.
     total = 64 * 256 * (2 + 4) + 64 * 1000 * 2
     assert received(out, "reduce_scatter over dp") == received(out, "all_gather over dp") == total * 7 // 8
@@ -144,7 +146,11 @@ def test_a_function(shown, tmp_path, monkeypatch):
         (("of_nothing:f", "--mesh", "dp=2"), "No module named 'of_nothing'"),
         (("json:loads", "--mesh", "dp"), "for example --mesh dp=8,tp=8"),
         (("json:loads", "--mesh", "dp=2,dp=4"), "for example --mesh dp=8,tp=8"),
-        (("x.json", "--mesh", "dp=2", "--dtype", "float31"), "a dtype is one of torch's"),
+        (("x.json", "--mesh", "dp=2", "--dtype", "float31"), "a floating one of torch's"),
+        (("x.json", "--mesh", "dp=2", "--dtype", "int32"), "a floating one of torch's"),
+        ((":f", "--mesh", "dp=2"), "no name of a module"),
+        (("json:__doc__", "--mesh", "dp=2"), "can't be called"),
+        (("tests.pure.test_cli:no_arguments", "--mesh", "dp=2"), "arguments are a tuple"),
     ],
 )
 def test_a_wrong_use_is_said(shown, arguments, said):
@@ -152,6 +158,18 @@ def test_a_wrong_use_is_said(shown, arguments, said):
     assert status == 1
     assert error.startswith("ArgumentError\nfound: ")
     assert said in error
+
+
+def no_arguments():
+    return squares, 3
+
+
+@pytest.mark.parametrize("option", ["--batch", "--sequence", "--layers"])
+def test_counts_are_positive(shown, option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        shown("estimate", "x.json", "--mesh", "dp=2", option, "0")
+    assert ended.value.code == 2
+    assert "0 is not 1 or more" in capsys.readouterr().err
 
 
 def test_a_model_type_that_nobody_knows(shown, tmp_path):

@@ -273,6 +273,11 @@ def test_trees_that_cannot_be_saved(tmp_path):
             vs.checkpoint.save({"x": torch.ones(1)}, tmp_path / "x"),
             in_place=True,
         )
+    target = {"a": torch.zeros(1), "z": torch.zeros(1).expand(3)}
+    path = vs.checkpoint.save({"a": torch.ones(1), "z": torch.ones(3)}, tmp_path / "z")
+    with pytest.raises(ArgumentError, match="expanded"):
+        vs.checkpoint.load(target, path, in_place=True)
+    assert not target["a"].any()
 
 
 def test_a_path_that_is_no_checkpoint(tmp_path):
@@ -281,6 +286,33 @@ def test_a_path_that_is_no_checkpoint(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="save"):
         vs.checkpoint.save({}, tmp_path / "file" / "below")
+    for path in (None, 5, "", "/", b"x"):
+        with pytest.raises(ArgumentError, match="path="):
+            vs.checkpoint.save({}, path)
+        with pytest.raises(ArgumentError, match="path="):
+            vs.checkpoint.load({}, path)
+
+
+def test_a_save_replaces_checkpoints_and_nothing_else(tmp_path):
+    """Such as a directory of steps, when step= was left out."""
+    (tmp_path / "file").write_text("of somebody")
+    vs.checkpoint.save({"n": 1}, tmp_path / "steps", step=1)
+    for name in ("file", "steps"):
+        with pytest.raises(CheckpointError, match="nothing else"):
+            vs.checkpoint.save({"n": 2}, tmp_path / name)
+    assert (tmp_path / "file").read_text() == "of somebody"
+    assert vs.checkpoint.load({"n": 0}, vs.checkpoint.latest(tmp_path / "steps")) == {"n": 1}
+    (tmp_path / "empty").mkdir()
+    vs.checkpoint.save({"n": 3}, tmp_path / "empty")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "steps", "empty"}
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    for n in (1, 2):
+        assert vs.checkpoint.save({"n": n}, tmp_path / "link") == tmp_path / "there"
+        assert vs.checkpoint.load({"n": 0}, tmp_path / "link") == {"n": n}
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "there"}
 
 
 # Steps.
@@ -293,9 +325,12 @@ def test_steps_and_what_is_kept(tmp_path):
     assert vs.checkpoint.latest(tmp_path) == tmp_path / "step_00000100"
     (tmp_path / ".step_00000200.partial").mkdir()  # as a killed save leaves it
     (tmp_path / "notes").mkdir()
+    (tmp_path / "step_00000300").mkdir()  # of somebody else
     assert vs.checkpoint.latest(tmp_path) == tmp_path / "step_00000100"
     vs.checkpoint.save({"step": 150}, tmp_path, step=150, keep=2)
-    assert {path.name for path in tmp_path.iterdir()} == {"step_00000100", "step_00000150", "notes"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("step_00000100", "step_00000150", "notes", "step_00000300")
+    }
     vs.checkpoint.save({"step": 120}, tmp_path, step=120, keep=1)  # of a run that went back
     assert vs.checkpoint.load({"step": 0}, tmp_path / "step_00000120") == {"step": 120}
     assert {path.name for path in directories.steps(tmp_path)} == {"step_00000120", "step_00000150"}

@@ -112,6 +112,10 @@ def test_dtype_is_kept_unless_a_cast_is_asked_for(tmp_path):
     assert torch.equal(cast["w"].full_tensor(), values["w"].bfloat16())
     with pytest.raises(ArgumentError, match="floating-point"):
         vs.checkpoint.load_safetensors(tmp_path, plan, dtype=torch.int8)
+    with pytest.raises(ArgumentError, match="floating-point"):
+        vs.checkpoint.load_safetensors(tmp_path, plan, dtype="bfloat16")
+    with pytest.raises(ArgumentError, match="paths=None"):
+        vs.checkpoint.load_safetensors(None, plan)
 
 
 def test_rename(tmp_path):
@@ -128,6 +132,10 @@ def test_rename(tmp_path):
         ({r"layer\.(.*)": "x"}, r"match no name.*\n.*\n.*\n.*near: "),
         ({r"layers.*": "x"}, "both renamed to 'x'"),
         (lambda name: "x", "both renamed to 'x'"),
+        (lambda name: 3, "renamed to 3"),
+        ({r"layers.(.*)": r"\2"}, "invalid group"),
+        ({r"layers.(": "x"}, "unterminated"),
+        (["layers"], "list"),
     ):
         with pytest.raises(ArgumentError, match=f"(?s){says}"):
             vs.checkpoint.load_safetensors(tmp_path, plan, rename=rename)
@@ -152,6 +160,8 @@ def test_files_that_are_none(tmp_path):
         (b"", "a header that is none"),
         (lies, "'a' of 16 bytes, not 20"),
         (data.replace(b"F32", b"F33"), "F33"),
+        (data.replace(b'"shape":[4]', b'"shape":[-4]', 1), "a header that is none"),
+        (data.replace(b'"data_offsets":[0,16]', b'"data_offsets":[-1,15]', 1), "a header that is none"),
     ):
         file.write_bytes(bad)
         with pytest.raises(CheckpointError, match=rf"model\.safetensors.*{says}"):
@@ -184,6 +194,13 @@ def test_leaves_that_a_file_cannot_hold(tmp_path):
     for leaf in (3, torch.Generator(), torch.ones(2, dtype=torch.complex128), torch.empty(2, device="meta")):
         with pytest.raises(ArgumentError, match="where: leaf"):
             vs.checkpoint.save_safetensors({"leaf": leaf}, tmp_path / "no")
+    with pytest.raises(ArgumentError, match="__metadata__"):
+        vs.checkpoint.save_safetensors({"__metadata__": torch.ones(2)}, tmp_path / "no")
+    with pytest.raises(ArgumentError, match="path=None"):
+        vs.checkpoint.save_safetensors({}, None)
     with pytest.raises(ArgumentError, match="max_shard_bytes"):
         vs.checkpoint.save_safetensors({}, tmp_path / "no", max_shard_bytes=0)
     assert not (tmp_path / "no").exists()
+    (tmp_path / "file").write_text("of somebody")
+    with pytest.raises(CheckpointError, match="file"):
+        vs.checkpoint.save_safetensors({}, tmp_path / "file")

@@ -47,7 +47,7 @@ class Leaf:
         elif isinstance(leaf, Tensor):
             if leaf.layout is torch.strided and not leaf.is_quantized:
                 return cls(path, "tensor", leaf.dtype, tuple(leaf.shape))
-            found = f"a tensor of layout {leaf.layout}"
+            found = "a quantized tensor" if leaf.is_quantized else f"a tensor of layout {leaf.layout}"
         raise ArgumentError(
             explain(
                 found,

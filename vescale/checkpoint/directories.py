@@ -16,9 +16,27 @@ import re
 import shutil
 from pathlib import Path
 
-from .files import sync_directory
+from .._errors import ArgumentError, CheckpointError, explain
+from .files import INDEX, sync_directory
 
 _STEP = re.compile(r"step_(\d+)")
+
+
+def destination(path: str | os.PathLike) -> Path:
+    """Where a checkpoint at `path` is: a link is followed, and stays. ArgumentError for what is no path."""
+    found = Path(path).absolute() if isinstance(path, (str, os.PathLike)) and str(path) else Path()
+    if found.is_symlink() or found.name == "..":
+        found = found.resolve()
+    if not found.name:
+        raise ArgumentError(
+            explain(
+                f"path={path!r}",
+                where="checkpoint",
+                rule="a path is a string or os.PathLike that names a directory",
+                remedy='for example "runs/first", or "runs" with step=100',
+            )
+        )
+    return found
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -45,7 +63,13 @@ def steps(directory: str | os.PathLike) -> list[Path]:
     root = Path(directory)
     names = {entry.name for entry in root.iterdir()} if root.is_dir() else set()
     names |= {name.removeprefix(".").removesuffix(".replaced") for name in names}
-    return sorted((root / name for name in names if _STEP.fullmatch(name)), key=_number)
+    paths = [root / name for name in names if _STEP.fullmatch(name)]
+    return sorted((path for path in paths if is_checkpoint(existing(path))), key=_number)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is one, by its index."""
+    return (path / INDEX).is_file()
 
 
 def _number(path: Path) -> int:
@@ -64,6 +88,15 @@ def begin(path: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
     if existing(path) != path:
         _replaced(path).rename(path)
+    if path.exists() and not is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(
+            explain(
+                "a directory of other things" if path.is_dir() else "a file",
+                where=path,
+                rule="a save replaces a checkpoint, and nothing else",
+                remedy="save to a path of its own; into a directory of steps with step=",
+            )
+        )
     shutil.rmtree(_replaced(path), ignore_errors=True)
     shutil.rmtree(partial(path), ignore_errors=True)
     partial(path).mkdir(parents=True)

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError, explain
+from ..spmd.bits import in_a_row
 
+INDEX = "index.jsonl"  # written last: with it a directory is a checkpoint
 BLOCK = 1 << 18  # bytes under one checksum: a small tensor costs a read of this size
 ALIGNMENT = 16  # bytes: the largest element, so that what is read can be viewed as what it is
 
@@ -174,8 +176,7 @@ def read_into(file: Any, start: int, into: Tensor) -> None:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The elements in row-major order as bytes on the CPU; of a contiguous tensor there, its own memory."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8)
+    return in_a_row(tensor.detach().cpu()).view(torch.uint8)
 
 
 def sync(file: BinaryIO) -> None:

@@ -16,6 +16,7 @@ from ..spmd.dtensor import DTensor
 from ..spmd.mesh import Mesh
 from ..spmd.plan import Plan
 from .contents import Leaf, check_paths, fresh, is_abstract, memory, misfit, restored
+from .directories import destination
 from .storage import Reader
 from .together import Together, mesh_of
 
@@ -39,12 +40,13 @@ def load(tree: Any, path: str | os.PathLike, *, in_place: bool = False, mesh: Me
     paths, leaves, spec = _tree.flatten_with_path(tree)
     mesh = mesh_of(leaves, mesh)
     ranks = Together(mesh, f"vs.checkpoint.load(.., {str(path)!r})")
-    reader = Reader(path)
+    reader = Reader("")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     forms: list[Tensor | None] = []
 
     def read() -> None:
         check_paths(paths)
+        reader.reset(destination(path))
         metadata = reader.read_metadata()
         wanted = [Leaf.of(where, leaf) for where, leaf in zip(paths, leaves, strict=True)]
         _check(wanted, reader)
@@ -124,3 +126,17 @@ def _check_memory(paths: list[str], leaves: list[Any]) -> None:
                     remedy="leave in_place out: new tensors are made",
                 )
             )
+        # Of a DTensor such a piece is replaced.
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and _overlaps(leaf):
+            raise ArgumentError(
+                explain(
+                    f"an expanded tensor, of shape {tuple(leaf.shape)} and strides {leaf.stride()}",
+                    where=path,
+                    rule="in_place writes to the tensors that are given: each element has its own memory",
+                    remedy="clone() it, or leave in_place out: new tensors are made",
+                )
+            )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

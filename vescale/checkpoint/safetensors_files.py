@@ -31,6 +31,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -44,6 +45,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+METADATA = "__metadata__"  # in a header, what is no tensor
 
 Rename = Callable[[str], str | None] | Mapping[str, str] | None
 
@@ -76,7 +78,17 @@ def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> dict[P
 
     With each the tensors that an index says are in it. Raises CheckpointError for a file that is not there.
     """
-    many = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    several = isinstance(paths, Iterable) and not isinstance(paths, str)
+    many: list[Any] = list(paths) if several else [paths]
+    if not all(isinstance(path, (str, os.PathLike)) for path in many):
+        raise ArgumentError(
+            explain(
+                f"paths={paths!r}",
+                where="safetensors",
+                rule="paths are one string or os.PathLike, or several",
+                remedy=f"a directory, {INDEX}, or the safetensors files themselves",
+            )
+        )
     found: dict[Path, list[str]] = {}
     for path in map(Path, many):
         index = path / INDEX if path.is_dir() else path
@@ -122,24 +134,32 @@ def read_header(path: Path, promised: Sequence[str] = ()) -> dict[str, Entry]:
         text = file.read(min(length, size))
     try:
         header = json.loads(text)
-        header.pop("__metadata__", None)
-        ranges = {name: tuple(told["data_offsets"]) for name, told in header.items()}
-        entries = {
-            name: Entry(path, DTYPES[told["dtype"]], tuple(told["shape"]), 8 + length + ranges[name][0])
-            for name, told in header.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        header.pop(METADATA, None)
+        described = {name: _entry(path, told, 8 + length) for name, told in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _broken(path, f"a header that is none ({error!r})") from None
+    entries = {name: entry for name, (entry, _) in described.items()}
     for name in promised:
         if name not in entries:
             raise _broken(path, f"no tensor {name!r}, which is in it by the index")
     for name, entry in entries.items():
-        start, stop = ranges[name]
-        if stop - start != entry.nbytes:
-            raise _broken(path, f"tensor {name!r} of {stop - start} bytes, not {entry.nbytes}")
-        if 8 + length + stop > size:
-            raise _broken(path, f"{size:,} bytes, and tensor {name!r} ends at byte {8 + length + stop:,}")
+        stop = described[name][1]
+        if stop - entry.at != entry.nbytes:
+            raise _broken(path, f"tensor {name!r} of {stop - entry.at} bytes, not {entry.nbytes}")
+        if stop > size:
+            raise _broken(path, f"{size:,} bytes, and tensor {name!r} ends at byte {stop:,}")
     return entries
+
+
+def _entry(path: Path, told: Any, data: int) -> tuple[Entry, int]:
+    """A tensor as the header tells of it, and the byte where it ends; `data` is that where data starts."""
+    start, stop = told["data_offsets"]
+    shape = tuple(told["shape"])
+    if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)):
+        raise ValueError(f"shape {told['shape']}, bytes {told['data_offsets']}")
+    if told["dtype"] not in DTYPES:
+        raise ValueError(f"a dtype {told['dtype']!r} that torch lacks")
+    return Entry(path, DTYPES[told["dtype"]], shape, data + start), data + stop
 
 
 def _broken(path: Path, found: str) -> CheckpointError:
@@ -164,7 +184,9 @@ def renamed(names: Sequence[str], rename: Rename) -> dict[str, str]:
     """
     if rename is None:
         return {name: name for name in names}
-    rules = {} if callable(rename) else dict(rename)
+    if not callable(rename) and not isinstance(rename, Mapping):
+        raise _bad_rename(f"{type(rename).__name__} {rename!r}")
+    rules = {} if callable(rename) else rename
     unused = dict.fromkeys(rules)
 
     def by_rules(name: str) -> str | None:
@@ -178,7 +200,12 @@ def renamed(names: Sequence[str], rename: Rename) -> dict[str, str]:
     new: dict[str, str] = {}
     function = rename if callable(rename) else by_rules
     for name in names:
-        to = function(name)
+        try:
+            to = function(name)
+        except re.error as error:
+            raise _bad_rename(f"a regex or its replacement, for {name!r}: {error}") from None
+        if to is not None and not isinstance(to, str):
+            raise _bad_rename(f"{name!r}, renamed to {to!r}")
         if to in new:
             raise ArgumentError(
                 explain(
@@ -200,6 +227,17 @@ def renamed(names: Sequence[str], rename: Rename) -> dict[str, str]:
             )
         )
     return new
+
+
+def _bad_rename(found: str) -> ArgumentError:
+    return ArgumentError(
+        explain(
+            found,
+            where="rename",
+            rule="a function from a name to a name, or to None, or {regex: replacement}",
+            remedy=r'for example rename={r"model\.(.*)": r"\1"}',
+        )
+    )
 
 
 def header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:

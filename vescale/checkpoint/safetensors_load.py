@@ -95,10 +95,10 @@ def _entries(paths: Any, rename: Rename) -> dict[str, Entry]:
 
 
 def _abstract(entry: Entry, dtype: torch.dtype | None) -> Tensor:
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError(
             explain(
-                f"dtype={dtype}",
+                f"dtype={dtype!r}",
                 where="vs.checkpoint.load_safetensors",
                 rule="dtype is a floating-point type, for the tensors that are of one",
                 remedy="leave it out, and cast afterwards",

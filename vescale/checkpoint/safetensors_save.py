@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,8 +16,9 @@ from .. import _tree
 from .._errors import ArgumentError, explain
 from ..spmd.dtensor import DTensor
 from .contents import Leaf, check_paths, digests, holds_chosen, writes
+from .directories import destination
 from .files import as_bytes, sync, sync_directory
-from .safetensors_files import INDEX, NAMES, SINGLE, Rename, header_of, renamed
+from .safetensors_files import INDEX, METADATA, NAMES, SINGLE, Rename, header_of, renamed
 from .saving import check_equal, check_values
 from .together import Together, mesh_of
 
@@ -43,15 +45,17 @@ def save_safetensors(
     paths, leaves, _ = _tree.flatten_with_path(tree)
     mesh = mesh_of(leaves, None)
     ranks = Together(mesh, f"vs.checkpoint.save_safetensors(.., {str(path)!r})")
-    root, first = Path(path), ranks.rank == 0
+    root, first = Path(), ranks.rank == 0
     tensors: dict[str, Tensor] = {}
     files: dict[Path, list[str]] = {}
 
     def examine() -> dict[str, str]:
+        nonlocal root
+        root = destination(path)
         check_paths(paths)
         named = dict(zip(paths, leaves, strict=True))
         for new, old in renamed(paths, rename).items():
-            _check_tensor(old, named[old])
+            _check_tensor(old, new, named[old])
             tensors[new] = named[old]
         groups = _groups(tensors, max_shard_bytes)
         many = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
@@ -96,7 +100,8 @@ def save_safetensors(
             ranks.all("finish", lambda: finish() if first else None)
         finally:
             for file in files if first else ():  # those of a save that failed
-                _unfinished(file).unlink(missing_ok=True)
+                with suppress(OSError):
+                    _unfinished(file).unlink()
 
 
 def _groups(tensors: dict[str, Tensor], limit: int) -> list[list[str]]:
@@ -146,7 +151,16 @@ def _write(out: BinaryIO, at: int, name: str, tensor: Tensor) -> None:
             data = data[size:]
 
 
-def _check_tensor(path: str, leaf: Any) -> None:
+def _check_tensor(path: str, name: str, leaf: Any) -> None:
+    if name == METADATA:
+        raise ArgumentError(
+            explain(
+                f"a tensor named {METADATA!r}",
+                where=path,
+                rule="that name of a header is not for tensors",
+                remedy="give it another with rename=",
+            )
+        )
     told = Leaf.of(path, leaf)
     if told.kind != "tensor" or told.dtype not in NAMES:
         raise ArgumentError(

@@ -17,7 +17,7 @@ from .._errors import ArgumentError, ConsistencyError, explain
 from ..spmd.dtensor import DTensor
 from ..spmd.mesh import Mesh
 from .contents import Leaf, check_paths, digests, is_abstract, saved_form, writes
-from .directories import begin, commit, partial, step_path
+from .directories import begin, commit, destination, partial, step_path
 from .storage import write_index, write_pieces
 from .together import Together, mesh_of
 
@@ -85,8 +85,12 @@ def _start(
     told: list[Leaf] = []
     forms: dict[str, Tensor] = {}
 
+    path = Path()
+
     def examine() -> dict[str, str]:
+        nonlocal path
         _check_step(step, keep)
+        path = destination(root) if step is None else step_path(destination(root), step)
         check_paths(paths)
         told.extend(Leaf.of(where, leaf) for where, leaf in zip(paths, leaves, strict=True))
         for where, leaf in zip(paths, leaves, strict=True):
@@ -98,7 +102,6 @@ def _start(
         return {} if ranks.size == 1 else digests(paths, leaves)
 
     check_equal(ranks.all("examine", examine), ranks.call)
-    path = Path(root).absolute() if step is None else step_path(Path(root).absolute(), step)
     return _thread(os.getpid()).submit(_write, forms, told, path, keep, ranks)
 
 

@@ -39,9 +39,9 @@ from .._errors import CheckpointError, explain
 from ..spmd.regions import strides
 from .contents import Leaf, misfit
 from .directories import existing
-from .files import BLOCK, DataFile, DataWriter, Piece, as_bytes, damaged, read_lines, write_lines
+from .files import BLOCK, INDEX, DataFile, DataWriter, Piece, as_bytes, damaged, read_lines, write_lines
 
-FORMAT, VERSION, INDEX = "vescale checkpoint", 1, "index.jsonl"
+FORMAT, VERSION = "vescale checkpoint", 1
 
 
 def write_pieces(path: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -42,7 +42,7 @@ class Together:
         self.rank, self.size = self.mesh.rank, self.mesh.size
         name = f"vescale/checkpoint/{','.join(map(str, self.mesh.world_ranks))}"
         self._key = f"{name}/{_begun[name]}"
-        self._said: list[str] = []  # phases of which our record is still in the store
+        self._phases = 0
         _begun[name] += 1
 
     def all(self, phase: str, work: Callable[[], T]) -> list[T]:
@@ -101,9 +101,11 @@ class Together:
 
     def _exchange(self, phase: str, record: list[Any]) -> list[Any]:
         assert self.mesh is not None
-        store = self.mesh.store
-        store.set(f"{self._key}/{phase}/{self.rank}", json.dumps(record))
-        keys = [f"{self._key}/{phase}/{rank}" for rank in range(self.size)]
+        store, number = self.mesh.store, self._phases
+        self._phases += 1
+        # By number: ranks whose calls differ have other phases, and hear of that in the first one.
+        keys = [f"{self._key}/{number}/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], json.dumps(record))
         end, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
         # Not a blocking get: it would keep the store from the thread on which programs run.
         while not store.check(keys):
@@ -121,9 +123,8 @@ class Together:
             pause = min(pause * 2, 0.05)
         answers = [json.loads(store.get(key)) for key in keys]
         # Who has told this phase has read all of the one before.
-        for before in self._said:
-            store.delete_key(f"{self._key}/{before}/{self.rank}")
-        self._said = [phase]
+        if number:
+            store.delete_key(f"{self._key}/{number - 1}/{self.rank}")
         return answers
 
 

@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="regex of the modules that FSDP gathers together: %(default)s",
     )
     parser.add_argument("--dtype", default="bfloat16", help="of the parameters: %(default)s")
-    parser.add_argument("--batch", type=int, default=8, help="rows of the global batch: %(default)s")
-    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a row: %(default)s")
-    parser.add_argument("--layers", type=int, help="so many layers instead of the config's")
+    parser.add_argument("--batch", type=_positive, default=8, help="rows of the global batch: %(default)s")
+    parser.add_argument("--sequence", type=_positive, default=2048, help="tokens of a row: %(default)s")
+    parser.add_argument("--layers", type=_positive, help="so many layers instead of the config's")
     parser.add_argument(
         "--optimizer", choices=("adamw", "none"), default="adamw", help="none: loss and gradients only"
     )
@@ -53,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--vocabulary-parallel", action="store_true", help="embedding and head split over tp")
     parser.add_argument("--rank", type=int, default=0, help="whose figures: %(default)s")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
 
 
 def run(options: argparse.Namespace) -> int:

@@ -94,14 +94,21 @@ def _from_function(source: str, settings: Settings) -> Subject:
     module, _, name = source.partition(":")
     sys.path.insert(0, os.getcwd())  # as `python script.py` has it
     try:
-        made = getattr(importlib.import_module(module), name)()
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise ImportError(f"{module!r} is no name of a module")
+        function = getattr(importlib.import_module(module), name)
+        if not callable(function):
+            raise AttributeError(f"{type(function).__name__}, which can't be called")
     except (ImportError, AttributeError) as error:
         raise _refused(f"{source}: {error}", "it can be imported from here", "check both names") from error
+    else:
+        made = function()
     finally:
         sys.path.pop(0)
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
+    told = isinstance(made, tuple) and len(made) in (2, 3)
+    if not told or not callable(made[0]) or not isinstance(made[1], (tuple, list)):
         raise _refused(
-            f"{source} returned {type(made).__name__}",
+            f"{source} returned {f'{made!r}'[:100]}",
             "the function takes nothing and returns (step, arguments) or (step, arguments, plan)",
             "arguments are a tuple; its tensors may be on the meta device",
         )
@@ -144,7 +151,7 @@ def _from_shapes(name: str, content: dict[str, Any], settings: Settings) -> Subj
 
     def used(p: Tensor, rows: Tensor) -> Tensor:
         """Every parameter is a matrix that rows are multiplied with: its gradient is a sum over them."""
-        matrix = p.reshape(p.shape[0] if p.ndim else 1, -1)
+        matrix = p.reshape(p.shape[0] if p.ndim else 1, math.prod(p.shape[1:]))
         return (rows.to(p.dtype).expand(-1, matrix.shape[0]) @ matrix).float().sum()
 
     def loss(params: Any, batch: Tensor) -> Tensor:
@@ -219,8 +226,10 @@ def _with_fsdp(plan: Plan, settings: Settings) -> Plan:
 def dtype_of(name: str) -> torch.dtype:
     """A floating dtype of torch by its name."""
     found = getattr(torch, str(name), None)
-    if not isinstance(found, torch.dtype):
-        raise _refused(f"dtype {name!r}", "a dtype is one of torch's, by name", "for example bfloat16")
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise _refused(
+            f"dtype {name!r}", "a dtype of parameters is a floating one of torch's", "for example bfloat16"
+        )
     return found
 
 

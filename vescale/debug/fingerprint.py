@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..spmd.bits import in_a_row
 from ..spmd.layout import Layout
 from ..spmd.locals import flat_indices
 
@@ -79,7 +80,7 @@ def _words(local: Tensor) -> Sequence[Tensor]:
 
     A wide element is cut: the sign of a float64 is the top bit of 64, and two of those would cancel.
     """
-    flat = local.resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = in_a_row(local)
     size = flat.dtype.itemsize
     if size <= 4:
         return [flat.view(_INTEGERS[size])]

@@ -20,6 +20,7 @@ from torch import Tensor
 from .._compat import base_tensor, outside_functorch
 from .._errors import ConsistencyError, PeerError, explain
 from . import watch
+from .bits import in_a_row
 from .mesh import Mesh
 
 # How often each mesh has been asked, so that every exchange has keys of its own. Equal meshes share
@@ -131,7 +132,7 @@ def digest(tensor: Tensor) -> str:
     (True, False)
     """
     with outside_functorch():
-        flat = base_tensor(tensor).detach().contiguous().cpu().view(-1)
+        flat = in_a_row(base_tensor(tensor)).cpu()
         data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
     bits = hashlib.blake2b(data, digest_size=8).hexdigest()
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}:{bits}"

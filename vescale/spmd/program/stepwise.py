@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..._compat import below_autograd
 from ..._errors import ArgumentError, explain
+from ..bits import in_a_row
 from ..layout import Layout, replicated
 from ..locals import assemble, local_slice
 from ..mapped_call import mapped_call
@@ -98,7 +99,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+    return torch.equal(in_a_row(a).view(torch.uint8), in_a_row(b).view(torch.uint8))
 
 
 @dataclass(frozen=True, slots=True)
