@@ -23,12 +23,14 @@ import torch.distributed as dist
 
 import vescale as vs
 from vescale._errors import PeerError
+from vescale.spmd import watch
 from vescale.testing.pool import RankError, RankPool
 
 pytestmark = pytest.mark.processes
 
 AXES = {4: {"dp": 2, "tp": 2}, 2: {"dp": 1, "tp": 2}}  # by the number of processes
-TIMEOUT = 5.0  # of a collective, once all ranks have made their first steps; seconds
+TIMEOUT = 3.0  # of a collective, once all ranks have made their first steps; seconds
+HEARTBEAT = "0.5"  # twice as often as by default: errors are worded in half the time
 
 
 def plan_on(mesh):
@@ -98,6 +100,8 @@ def bits(params, place=0):
 def trains(kind, ready, leaves=-1, timeout=TIMEOUT):
     """Steps until one fails: what the error says, when, and what was there before and after."""
     os.environ["VESCALE_TIMEOUT"] = "50"  # on a busy machine one rank may be late with its first program
+    os.environ["VESCALE_HEARTBEAT"] = HEARTBEAT
+    watch.GRACE = 1.0
     mesh = vs.make_mesh(AXES[dist.get_world_size()])
     step = step_of(kind, mesh)
     params, x = start(mesh)

@@ -86,14 +86,29 @@ class Broken:
     def set_timeout(self, timeout: timedelta) -> None:
         pass
 
+    asked = 0
+    fault = "Connection reset by peer"
+
     def set(self, key: str, value: str) -> None:
-        raise dist.DistNetworkError("Connection reset by peer")
+        self.asked += 1
+        raise dist.DistNetworkError(self.fault)
 
 
 def test_a_store_that_is_gone():
-    heart = Heartbeat(Broken(), 0, (0, 1), str, PERIOD)
-    soon(lambda: heart.store_fault)
+    """A lost connection does not come back, and torch warns at every try: there is one."""
+    heart = Heartbeat(store := Broken(), 0, (0, 1), str, PERIOD)
+    soon(lambda: not heart._thread.is_alive())
     assert heart.store_fault == "Connection reset by peer"
+    assert store.asked == 1
+    heart.end("the test is over")
+
+
+def test_a_store_that_is_late_is_asked_again():
+    store = Broken()
+    store.fault = "wait timeout after 10000ms"
+    heart = Heartbeat(store, 0, (0, 1), str, PERIOD)
+    soon(lambda: store.asked > 3)
+    assert heart.store_fault == store.fault
     heart.end("the test is over")
 
 

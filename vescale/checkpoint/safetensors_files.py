@@ -78,8 +78,8 @@ def find_files(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> dict[P
 
     With each the tensors that an index says are in it. Raises CheckpointError for a file that is not there.
     """
-    several = isinstance(paths, Iterable) and not isinstance(paths, str)
-    many: list[Any] = list(paths) if several else [paths]
+    many: Any = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    many = list(many) if isinstance(many, Iterable) else [many]
     if not all(isinstance(path, (str, os.PathLike)) for path in many):
         raise ArgumentError(
             explain(

@@ -37,8 +37,8 @@ def save(
     A leaf is a DTensor in any layout, a plain tensor (the global value, equal on all ranks), a
     `torch.Generator`, or a number, bool or string. Each rank writes its own pieces, replicas once, and no
     rank sends a tensor. The directory appears when everything is on disk: a save that fails or is killed
-    leaves what was there before. A path that exists is replaced. With `keep`, only the last `keep` steps
-    remain.
+    leaves what was there before. A checkpoint at the path is replaced, and nothing else is: a file or a
+    directory of other things is an error. With `keep`, only the last `keep` steps remain.
 
     Every rank of the mesh of the DTensors makes this call, in trees without DTensors every process;
     `mesh` says another. What fails on one rank is the same error on all: ArgumentError for a

@@ -102,11 +102,14 @@ def _from_function(source: str, settings: Settings) -> Subject:
     except (ImportError, AttributeError) as error:
         raise _refused(f"{source}: {error}", "it can be imported from here", "check both names") from error
     else:
-        made = function()
+        made: Any = function()
     finally:
         sys.path.pop(0)
-    told = isinstance(made, tuple) and len(made) in (2, 3)
-    if not told or not callable(made[0]) or not isinstance(made[1], (tuple, list)):
+    if (
+        not isinstance(made, tuple)
+        or len(made) not in (2, 3)
+        or not (callable(made[0]) and isinstance(made[1], (tuple, list)))
+    ):
         raise _refused(
             f"{source} returned {f'{made!r}'[:100]}",
             "the function takes nothing and returns (step, arguments) or (step, arguments, plan)",

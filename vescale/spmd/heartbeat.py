@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -30,6 +31,9 @@ SILENCE = 4
 
 # How long the store may take to answer before it counts as gone; seconds.
 _ANSWER = 10.0
+
+# A connection that is gone: torch's client does not make it again, and prints a warning at every try.
+_LOST = re.compile("Broken pipe|Connection reset|got 0 bytes")
 
 State = Literal["alive", "failed", "left"]
 
@@ -138,6 +142,8 @@ class Heartbeat:
                 self._answered, self._fault = time.monotonic(), ""
             except Exception as error:  # whatever ails the store is for those who ask to word
                 self._fault = " ".join(str(error).split())[:200] or type(error).__name__
+                if _LOST.search(self._fault):
+                    return
             if ending:
                 return
             self._wake.wait(self.period)
