@@ -38,11 +38,19 @@ def by_label(lr: float) -> optim.Optimizer:
     return optim.partition(lambda path, p: p.dim() > 1, pair)
 
 
+def by_shape(lr: float) -> optim.Optimizer:
+    """Muon for what is a matrix, as it is used."""
+    kinds = {True: optim.muon(lr, ns_dtype=torch.float32), False: optim.adamw(lr)}
+    return optim.partition(lambda path, p: p.dim() == 2 and p.numel() > 0, kinds)
+
+
 OPTIMIZERS = {
     "sgd": Case(lambda lr: optim.sgd(lr, 0.9, nesterov=True, weight_decay=1e-4), 0.02, 0.3),
     "adam": Case(lambda lr: optim.adam(lr, amsgrad=True)),
     "adamw": Case(lambda lr: optim.adamw(lr)),
     "loss_scale": Case(lambda lr: optim.loss_scale(optim.adam(lr), init=1.0), elementwise=False),
+    "adamw_8bit": Case(lambda lr: optim.adamw_8bit(lr, block=1, min_elements=8), elementwise=False),
+    "muon": Case(by_shape, gpt=0.05, elementwise=False),
     "clipped": Case(clipped, bound=1e-6, elementwise=False),
     "by_label": Case(by_label),
 }

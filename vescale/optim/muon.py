@@ -14,9 +14,10 @@ from .. import _tree
 from .._errors import ArgumentError, explain, near_misses
 from ..spmd.matrices import Matrices
 from .at_owners import at_owners, decide, layouts_at_rest
-from .optimizer import Optimizer, Updates
+from .gradients import check_parameters, entries, gradients
+from .optimizer import Optimizer, Updates, state_scalar
 from .orthogonalize import COEFFICIENTS, flops, orthogonalize
-from .rates import Rate, check_rate, rate_at
+from .rates import Rate, check_numbers, check_rate, is_number, rate_at
 
 _WHERE = "vs.optim.muon"
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -68,21 +69,21 @@ def muon(
             [0.0000, 0.8875]])
     """
     _check(lr, momentum, weight_decay, ns_steps, ns_coefficients, ns_dtype, eps, adjust_lr)
-    texts = dict(matrix_dims or {})
+    texts = _checked_dims(matrix_dims)
 
     def init(params: Any) -> dict[str, Any]:
-        leaves, _ = _tree.flatten(params)
+        check_parameters(params, _WHERE)
         arrangements(texts, params)
-        device = leaves[0].device if leaves else None
         return {
-            "step": torch.zeros((), dtype=torch.float64, device=device),
+            "step": state_scalar(params),
             "momentum": _tree.tree_map(torch.zeros_like, params),
         }
 
     def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Updates, dict[str, Any]]:
         leaves, spec = _tree.flatten(params)
-        gs = _tree.leaves_like(spec, grads, where="grads")
-        ms = _tree.leaves_like(spec, state["momentum"], where="state['momentum']")
+        gs = gradients(grads, params, _WHERE)
+        step, ms = entries(state, ("step", "momentum"), _WHERE)
+        ms = _tree.leaves_like(spec, ms, where="state['momentum']")
         paths, matrices = arrangements(texts, params)
 
         ms = [torch.lerp(m, g, 1 - momentum) for m, g in zip(ms, gs, strict=True)]
@@ -99,13 +100,13 @@ def muon(
         ]
         us = at_owners(us, paths, layouts, where, compute)
 
-        rate = rate_at(lr, state["step"])
+        rate = rate_at(lr, step)
         grids = [how.grid(p.shape) for p, how in zip(leaves, matrices, strict=True)]
         rates = [-rate * _adjustment(adjust_lr, rows, columns) for _, rows, columns in grids]
         deltas = [u.to(p.dtype) for p, u in zip(leaves, us, strict=True)]
         keep = 1 - rate * weight_decay if weight_decay else 1.0
         return Updates(keep, _tree.unflatten(spec, deltas), _tree.unflatten(spec, rates)), {
-            "step": state["step"] + 1,
+            "step": step + 1,
             "momentum": _tree.unflatten(spec, ms),
         }
 
@@ -134,9 +135,6 @@ def arrangements(texts: Mapping[str, str], params: Any) -> tuple[list[str], list
                     f"'o i y x -> o (i y x)'}}",
                 )
             )
-        if not leaf.is_floating_point():
-            rule, remedy = "its parameters are real floating-point tensors", "leave it to another optimizer"
-            raise ArgumentError(explain(f"{path} of {leaf.dtype}", where=_WHERE, rule=rule, remedy=remedy))
         how.sizes(leaf.shape, path)
         found.append(how)
     if unused:
@@ -151,6 +149,22 @@ def arrangements(texts: Mapping[str, str], params: Any) -> tuple[list[str], list
             )
         )
     return paths, found
+
+
+def _checked_dims(matrix_dims: Any) -> dict[str, str]:
+    """`matrix_dims` as a dict. Raises ArgumentError for what is no mapping of regexes to texts."""
+    if not isinstance(matrix_dims, Mapping | None):
+        rule, remedy = "a mapping of regexes to texts", "matrix_dims={r'.*conv': 'o i y x -> o (i y x)'}"
+        raise ArgumentError(explain(f"matrix_dims={matrix_dims!r}", where=_WHERE, rule=rule, remedy=remedy))
+    for regex in matrix_dims or {}:
+        try:
+            re.compile(regex)
+        except (re.error, TypeError) as error:
+            where = f"{_WHERE}, matrix_dims"
+            raise ArgumentError(
+                explain(f"{regex!r}: {error}", where=where, rule="a key is a regular expression")
+            ) from None
+    return dict(matrix_dims or {})
 
 
 def _adjustment(adjust_lr: str | None, rows: int, columns: int) -> float:
@@ -170,13 +184,18 @@ def _check(
     adjust_lr: str | None,
 ) -> None:
     check_rate(_WHERE, "lr", lr)
+    check_numbers(_WHERE, {"weight_decay": weight_decay}, {"momentum": momentum})
+    three = isinstance(ns_coefficients, Sequence) and len(ns_coefficients) == 3
+    floats = isinstance(ns_dtype, torch.dtype) and ns_dtype.is_floating_point
     faults = [
-        (0 <= momentum < 1, f"momentum={momentum}", "0 <= momentum < 1"),
-        (weight_decay >= 0, f"weight_decay={weight_decay}", "at least 0"),
-        (isinstance(ns_steps, int) and 0 <= ns_steps < 100, f"ns_steps={ns_steps}", "0 to 99 steps"),
-        (len(ns_coefficients) == 3, f"ns_coefficients={ns_coefficients}", "three numbers"),
-        (ns_dtype.is_floating_point, f"ns_dtype={ns_dtype}", "a floating-point dtype"),
-        (eps > 0, f"eps={eps}", "above 0"),
+        (type(ns_steps) is int and 0 <= ns_steps < 100, f"ns_steps={ns_steps}", "0 to 99 steps"),
+        (
+            three and all(map(is_number, ns_coefficients)),
+            f"ns_coefficients={ns_coefficients!r}",
+            "three numbers",
+        ),
+        (floats, f"ns_dtype={ns_dtype!r}", "a floating-point dtype"),
+        (is_number(eps) and eps > 0, f"eps={eps!r}", "above 0"),
         (adjust_lr in _ADJUSTMENTS, f"adjust_lr={adjust_lr!r}", f"one of {_ADJUSTMENTS}"),
     ]
     for fine, found, rule in faults:
