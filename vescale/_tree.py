@@ -123,6 +123,10 @@ def leaves_like(spec: TreeSpec, tree: Any, where: str = "the tree") -> list:
     """The subtrees of `tree` at the leaves of `spec`, in order; another structure is an error."""
     try:
         return spec.flatten_up_to(tree)
+    except ValueError:
+        pass
+    try:  # again, for a message without the values of tensors
+        spec.flatten_up_to(tree_map(lambda leaf: type(leaf).__name__, tree))
     except ValueError as error:
         raise ArgumentError(
             explain(
@@ -131,3 +135,4 @@ def leaves_like(spec: TreeSpec, tree: Any, where: str = "the tree") -> list:
                 rule="the structure of the tree it goes with",
             )
         ) from None
+    raise AssertionError("a structure that fits only without its values")

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from .. import _tree
-from .gradients import decayed, gradients
+from .gradients import check_parameters, decayed, entries, gradients
 from .labels import Mask, mask_of
 from .optimizer import Optimizer, Scalar, Updates, cast_scalar, scalar_dtype, state_scalar
-from .rates import Rate, check_numbers, check_rate, rate_at
+from .rates import Rate, check_numbers, check_rate, pair, rate_at
 
 
 def adam(
@@ -52,12 +52,13 @@ def adam_like(
     decoupled: bool,
 ) -> Optimizer:
     """Adam with its weight decay in the gradient, or `decoupled` from it."""
-    beta1, beta2 = betas
+    beta1, beta2 = pair(where, betas)
     check_rate(where, "lr", lr)
     check_numbers(where, {"eps": eps, "weight_decay": weight_decay}, {"betas[0]": beta1, "betas[1]": beta2})
     moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
 
     def init(params: Any) -> dict[str, Any]:
+        check_parameters(params, where)
         return {
             "step": state_scalar(params),
             **{name: _tree.tree_map(torch.zeros_like, params) for name in moments},
@@ -65,11 +66,15 @@ def adam_like(
 
     def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Updates, dict[str, Any]]:
         leaves, spec = _tree.flatten(params)
-        gs = gradients(grads, spec, where)
-        old = [_tree.leaves_like(spec, state[name], where=f"state[{name!r}]") for name in moments]
+        gs = gradients(grads, params, where)
+        before, *kept = entries(state, ("step", *moments), where)
+        old = [
+            _tree.leaves_like(spec, tree, where=f"state[{name!r}]")
+            for name, tree in zip(moments, kept, strict=True)
+        ]
 
-        rate = rate_at(lr, state["step"])
-        step = state["step"] + 1
+        rate = rate_at(lr, before)
+        step = before + 1
         step_size, root = corrections(rate, step, beta1, beta2)
         cast = functools.cache(cast_scalar)  # once for each dtype, not for each parameter
         keep: Any = 1.0

@@ -11,12 +11,12 @@ from .._errors import ArgumentError, explain
 from ..rng import Key, fold_in, split, uniform
 from . import quantize_rules as _rules  # noqa: F401  (says how programs run the ops)
 from .adam import corrections
-from .gradients import gradients
-from .optimizer import Optimizer, Updates, cast_scalar, scalar_dtype, state_scalar
+from .gradients import check_parameters, entries, gradients
+from .optimizer import Optimizer, Updates, beside, cast_scalar, scalar_dtype, state_scalar
 from .quantize import dequantize, quantize, quantized_zeros
 from .quantize_layout import Block
 from .quantize_map import SIGNED, UNSIGNED
-from .rates import Rate, check_numbers, check_rate, rate_at
+from .rates import Rate, check_numbers, check_rate, pair, rate_at
 
 _WHERE = "vs.optim.adamw_8bit"
 
@@ -66,7 +66,7 @@ def adamw_8bit(
     >>> updates.delta["w"][0, 0]
     tensor(-0.1000)
     """
-    beta1, beta2 = betas
+    beta1, beta2 = pair(_WHERE, betas)
     check_rate(_WHERE, "lr", lr)
     check_numbers(_WHERE, {"eps": eps, "weight_decay": weight_decay}, {"betas[0]": beta1, "betas[1]": beta2})
     _check_own(block, min_elements, stochastic_rounding)
@@ -75,6 +75,7 @@ def adamw_8bit(
         return p.dim() > 0 and p.numel() >= max(min_elements, 1)
 
     def init(params: Any) -> dict[str, Any]:
+        check_parameters(params, _WHERE)
         paths, leaves, spec = _tree.flatten_with_path(params)
         device = leaves[0].device if leaves else None
         state: dict[str, Any] = {"step": state_scalar(params)}
@@ -88,17 +89,19 @@ def adamw_8bit(
                     values.append(torch.zeros_like(p, dtype=torch.float32))
             state |= {moment: _tree.unflatten(spec, values), f"{moment}_scale": scales}
         if stochastic_rounding is not None:
-            state["key"] = Key(stochastic_rounding.data.to(device, copy=True))
+            state["key"] = Key(beside(params, stochastic_rounding.data.to(device, copy=True)))
         return state
 
     def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Updates, dict[str, Any]]:
         paths, leaves, spec = _tree.flatten_with_path(params)
-        gs = gradients(grads, spec, _WHERE)
-        ms = _tree.leaves_like(spec, state["exp_avg"], where="state['exp_avg']")
-        vs = _tree.leaves_like(spec, state["exp_avg_sq"], where="state['exp_avg_sq']")
+        gs = gradients(grads, params, _WHERE)
+        names = ("step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+        before, ms, vs, *_ = entries(state, names if stochastic_rounding is None else (*names, "key"), _WHERE)
+        ms = _tree.leaves_like(spec, ms, where="state['exp_avg']")
+        vs = _tree.leaves_like(spec, vs, where="state['exp_avg_sq']")
 
-        rate = rate_at(lr, state["step"])
-        step = state["step"] + 1
+        rate = rate_at(lr, before)
+        step = before + 1
         step_size, root = corrections(rate, step, beta1, beta2)
         cast = functools.cache(cast_scalar)
 

@@ -53,3 +53,21 @@ def arrangements(texts: Mapping[str, str], params: Any, optimizer: str) -> tuple
             )
         )
     return paths, found
+
+
+def checked_texts(matrix_dims: Any, optimizer: str) -> dict[str, str]:
+    """`matrix_dims` as a dict. Raises ArgumentError for what is no mapping of regexes to texts."""
+    if not isinstance(matrix_dims, Mapping | None):
+        rule, remedy = "a mapping of regexes to texts", "matrix_dims={r'.*conv': 'o i y x -> o (i y x)'}"
+        raise ArgumentError(
+            explain(f"matrix_dims={matrix_dims!r}", where=optimizer, rule=rule, remedy=remedy)
+        )
+    for regex in matrix_dims or {}:
+        try:
+            re.compile(regex)
+        except (re.error, TypeError) as error:
+            where = f"{optimizer}, matrix_dims"
+            raise ArgumentError(
+                explain(f"{regex!r}: {error}", where=where, rule="a key is a regular expression")
+            ) from None
+    return dict(matrix_dims or {})

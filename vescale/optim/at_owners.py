@@ -232,10 +232,14 @@ def _moved(values: Sequence[Tensor], layouts: Sequence[Layout | None], causes: S
     moved = list(values)
     moving = [(index, layout) for index, layout in enumerate(layouts) if layout is not None]
     if all(isinstance(base_tensor(values[index]), DTensor) for index, _ in moving):
-        given: list[Any] = [values[index] for index, _ in moving]
-        there = redistribute_many(given, [layout.spec for _, layout in moving])
-        for (index, _), value in zip(moving, there, strict=True):
-            moved[index] = value
+        by_mesh: dict[Any, list[tuple[int, Layout]]] = {}
+        for index, layout in moving:
+            by_mesh.setdefault(base_tensor(values[index]).mesh, []).append((index, layout))
+        for own in by_mesh.values():
+            given: list[Any] = [values[index] for index, _ in own]
+            there = redistribute_many(given, [layout.spec for _, layout in own])
+            for (index, _), value in zip(own, there, strict=True):
+                moved[index] = value
     else:
         for index, layout in moving:
             moved[index] = pinned(values[index], layout, causes[index])

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from .optimizer import Optimizer
+from .._errors import ArgumentError, explain
+from .optimizer import Optimizer, check_optimizer
 
 
 def chain(*transforms: Optimizer) -> Optimizer:
@@ -22,10 +23,23 @@ def chain(*transforms: Optimizer) -> Optimizer:
     {'w': tensor([0.8000])}
     """
 
+    for number, transform in enumerate(transforms):
+        check_optimizer(transform, f"vs.optim.chain, transform {number}")
+
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(transform.init(params) for transform in transforms)
 
     def update(updates: Any, state: tuple[Any, ...], params: Any) -> tuple[Any, tuple[Any, ...]]:
+        if not isinstance(state, tuple | list) or len(state) != len(transforms):
+            size = f" of {len(state)}" if isinstance(state, tuple | list) else ""
+            raise ArgumentError(
+                explain(
+                    f"a state that is a {type(state).__name__}{size}",
+                    where="vs.optim.chain",
+                    rule=f"a tuple of the states of its {len(transforms)} transforms",
+                    remedy="give update the state that init, or the last update, of this chain made",
+                )
+            )
         new = []
         for transform, own in zip(transforms, state, strict=True):
             updates, own = transform.update(updates, own, params)

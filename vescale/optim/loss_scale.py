@@ -5,8 +5,10 @@ from typing import Any
 import torch
 
 from .._errors import ArgumentError, explain
+from .gradients import entries
 from .norms import all_finite
-from .optimizer import Optimizer, Updates, state_scalar
+from .optimizer import Optimizer, Updates, check_optimizer, state_scalar
+from .rates import is_number
 from .scale import times
 from .skip import unless_skipped
 
@@ -20,7 +22,8 @@ def loss_scale(
 
     Gradients are divided by the scale. A step with an inf or a NaN in them leaves parameters and the state
     of `opt` bit-unchanged and multiplies the scale by `backoff`; after `interval` steps in a row that were
-    taken it grows by `growth`, unless that overflows. One reduction for all gradients, no branch.
+    taken it grows by `growth`, unless that overflows; it is never less than 2**-126, whose reciprocal
+    is finite. One reduction for all gradients, no branch.
 
     The state is {"scale": 0-d float32, "taken": 0-d int32, steps in a row, "inner": that of `opt`}. Raises
     ArgumentError for numbers out of range.
@@ -34,15 +37,18 @@ def loss_scale(
     >>> opt.update({"w": torch.tensor([float("inf")])}, state, params)[1]["scale"]
     tensor(4.)
     """
-    wrong = {
-        "init": (init, init > 0, "more than 0"),
-        "growth": (growth, growth >= 1, "at least 1"),
-        "backoff": (backoff, 0 < backoff <= 1, "more than 0, at most 1"),
-        "interval": (interval, interval >= 1, "at least 1"),
+    where = "vs.optim.loss_scale"
+    check_optimizer(opt, where)
+    numbers = torch.finfo(torch.float32)
+    rules = {
+        "init": (init, lambda x: numbers.tiny <= x <= numbers.max, "a normal float32, more than 0"),
+        "growth": (growth, lambda x: x >= 1, "a number, at least 1"),
+        "backoff": (backoff, lambda x: 0 < x <= 1, "a number, more than 0, at most 1"),
+        "interval": (interval, lambda x: x >= 1 and x == int(x), "a whole number of steps, at least 1"),
     }
-    for name, (value, fine, rule) in wrong.items():
-        if not fine:
-            raise ArgumentError(explain(f"{name}={value}", where="vs.optim.loss_scale", rule=rule))
+    for name, (value, fits, rule) in rules.items():
+        if not (is_number(value) and fits(value)):
+            raise ArgumentError(explain(f"{name}={value!r}", where=where, rule=rule))
 
     def make(params: Any) -> dict[str, Any]:
         return {
@@ -52,15 +58,15 @@ def loss_scale(
         }
 
     def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Updates, dict[str, Any]]:
-        scale, old = state["scale"], state["inner"]
+        scale, taken, old = entries(state, ("scale", "taken", "inner"), where)
         finite = all_finite(grads)
         true = times(grads, scale.to(torch.float64).reciprocal().to(torch.float32))
         updates, inner = unless_skipped(finite, *opt.update(true, old, params), old)
-        taken = state["taken"] + 1
+        taken = taken + 1
         grown = scale * growth
         grown = torch.where((taken == interval) & torch.isfinite(grown), grown, scale)
         return updates, {
-            "scale": torch.where(finite, grown, scale * backoff),
+            "scale": torch.where(finite, grown, (scale * backoff).clamp(min=numbers.tiny)),
             "taken": torch.where(finite & (taken != interval), taken, torch.zeros_like(taken)),
             "inner": inner,
         }

@@ -11,11 +11,12 @@ import torch
 
 from .. import _tree
 from .._errors import ArgumentError, explain
-from .arrangements import arrangements
+from .arrangements import arrangements, checked_texts
 from .at_owners import at_owners, decide, layouts_at_rest
+from .gradients import check_parameters, entries, gradients
 from .optimizer import Optimizer, Updates, state_scalar
 from .orthogonalize import COEFFICIENTS, flops, orthogonalize
-from .rates import Rate, check_rate, rate_at
+from .rates import Rate, check_numbers, check_rate, is_number, rate_at
 
 _WHERE = "vs.optim.muon"
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -67,9 +68,10 @@ def muon(
             [0.0000, 0.8875]])
     """
     _check(lr, momentum, weight_decay, ns_steps, ns_coefficients, ns_dtype, eps, adjust_lr)
-    texts = dict(matrix_dims or {})
+    texts = checked_texts(matrix_dims, _WHERE)
 
     def init(params: Any) -> dict[str, Any]:
+        check_parameters(params, _WHERE)
         arrangements(texts, params, _WHERE)
         return {
             "step": state_scalar(params),
@@ -78,8 +80,9 @@ def muon(
 
     def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Updates, dict[str, Any]]:
         leaves, spec = _tree.flatten(params)
-        gs = _tree.leaves_like(spec, grads, where="grads")
-        ms = _tree.leaves_like(spec, state["momentum"], where="state['momentum']")
+        gs = gradients(grads, params, _WHERE)
+        step, ms = entries(state, ("step", "momentum"), _WHERE)
+        ms = _tree.leaves_like(spec, ms, where="state['momentum']")
         paths, matrices = arrangements(texts, params, _WHERE)
 
         ms = [torch.lerp(m, g, 1 - momentum) for m, g in zip(ms, gs, strict=True)]
@@ -96,13 +99,13 @@ def muon(
         ]
         us = at_owners(us, paths, layouts, where, compute)
 
-        rate = rate_at(lr, state["step"])
+        rate = rate_at(lr, step)
         grids = [how.grid(p.shape) for p, how in zip(leaves, matrices, strict=True)]
         rates = [-rate * _adjustment(adjust_lr, rows, columns) for _, rows, columns in grids]
         deltas = [u.to(p.dtype) for p, u in zip(leaves, us, strict=True)]
         keep = 1 - rate * weight_decay if weight_decay else 1.0
         return Updates(keep, _tree.unflatten(spec, deltas), _tree.unflatten(spec, rates)), {
-            "step": state["step"] + 1,
+            "step": step + 1,
             "momentum": _tree.unflatten(spec, ms),
         }
 
@@ -126,13 +129,18 @@ def _check(
     adjust_lr: str | None,
 ) -> None:
     check_rate(_WHERE, "lr", lr)
+    check_numbers(_WHERE, {"weight_decay": weight_decay}, {"momentum": momentum})
+    three = isinstance(ns_coefficients, Sequence) and len(ns_coefficients) == 3
+    floats = isinstance(ns_dtype, torch.dtype) and ns_dtype.is_floating_point
     faults = [
-        (0 <= momentum < 1, f"momentum={momentum}", "0 <= momentum < 1"),
-        (weight_decay >= 0, f"weight_decay={weight_decay}", "at least 0"),
-        (isinstance(ns_steps, int) and 0 <= ns_steps < 100, f"ns_steps={ns_steps}", "0 to 99 steps"),
-        (len(ns_coefficients) == 3, f"ns_coefficients={ns_coefficients}", "three numbers"),
-        (ns_dtype.is_floating_point, f"ns_dtype={ns_dtype}", "a floating-point dtype"),
-        (eps > 0, f"eps={eps}", "above 0"),
+        (type(ns_steps) is int and 0 <= ns_steps < 100, f"ns_steps={ns_steps}", "0 to 99 steps"),
+        (
+            three and all(map(is_number, ns_coefficients)),
+            f"ns_coefficients={ns_coefficients!r}",
+            "three numbers",
+        ),
+        (floats, f"ns_dtype={ns_dtype!r}", "a floating-point dtype"),
+        (is_number(eps) and eps > 0, f"eps={eps!r}", "above 0"),
         (adjust_lr in _ADJUSTMENTS, f"adjust_lr={adjust_lr!r}", f"one of {_ADJUSTMENTS}"),
     ]
     for fine, found, rule in faults:

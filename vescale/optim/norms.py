@@ -26,11 +26,11 @@ def global_norm(tree: Any, norm_type: float = 2.0) -> torch.Tensor:
 
         global_norm : tree of T[...] -> T[]
 
-    Sums are in float32, in float64 when the tree has float64 tensors; the result has that dtype, and is
-    equal on all ranks. One all-reduce of a scalar for all tensors, for DTensors on several meshes one for
-    each. An element that several ranks hold counts once; pending reductions are finished first. A tree
-    without elements has the norm 0. NaN and inf come out as in torch. Raises ArgumentError for another
-    `norm_type`.
+    Sums are in float32, in float64 when the tree has float64 or complex128 tensors; the result has that
+    dtype, and is equal on all ranks. One all-reduce of a scalar for all tensors, for DTensors on several
+    meshes one for each. An element that several ranks hold counts once; pending reductions are finished
+    first. A tree without elements has the norm 0; of complex numbers magnitudes count. NaN and inf come out
+    as in torch. Raises ArgumentError for another `norm_type`, and for leaves that are no tensors.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
@@ -42,7 +42,7 @@ def global_norm(tree: Any, norm_type: float = 2.0) -> torch.Tensor:
             explain(f"norm_type={norm_type!r}", where="vs.optim.global_norm", rule="2 or inf")
         )
     if math.isinf(norm_type):
-        return _together(tree, lambda x, dtype: x.to(dtype).abs().amax(), "max")
+        return _together(tree, lambda x, dtype: _real(x, dtype).abs().amax(), "max")
     return _together(tree, _squares, "sum").sqrt()
 
 
@@ -74,8 +74,8 @@ def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Optimizer:
     where = "vs.optim.clip_by_global_norm"
     if norm_type not in (2, math.inf):
         raise ArgumentError(explain(f"norm_type={norm_type!r}", where=where, rule="2 or inf"))
-    if not max_norm > 0:
-        raise ArgumentError(explain(f"max_norm={max_norm}", where=where, rule="more than 0"))
+    if isinstance(max_norm, bool) or not (isinstance(max_norm, float | int) and max_norm > 0):
+        raise ArgumentError(explain(f"max_norm={max_norm!r}", where=where, rule="a number, more than 0"))
 
     def clip(tree: Any) -> Any:
         return times(tree, (max_norm / (global_norm(tree, norm_type) + 1e-6)).clamp(max=1.0))
@@ -89,14 +89,25 @@ def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Optimizer:
 
 
 def _squares(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    wide = x.to(dtype)
+    wide = _real(x, dtype)
     return (wide * wide).sum()
+
+
+def _real(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in `dtype`; of complex numbers their magnitudes."""
+    return (x.abs() if x.is_complex() else x).to(dtype)
 
 
 def _together(tree: Any, each: Callable[[torch.Tensor, torch.dtype], torch.Tensor], op: str) -> torch.Tensor:
     """`each` tensor's number, of a dtype that suits all, reduced over all tensors and ranks."""
     leaves = _tree.leaves(tree)
-    dtype = torch.float64 if any(x.dtype is torch.float64 for x in leaves) else torch.float32
+    for path, x in zip(_tree.paths(tree), leaves, strict=True):
+        if not isinstance(x, torch.Tensor):
+            rule, remedy = "a tree of tensors", "pass gradients, or the delta of an Updates"
+            what = f"{type(x).__name__} at {path!r}"
+            raise ArgumentError(explain(what, where="vs.optim.norms", rule=rule, remedy=remedy))
+    wide = (torch.float64, torch.complex128)
+    dtype = torch.float64 if any(x.dtype in wide for x in leaves) else torch.float32
     full = [x for x in leaves if x.numel()]
     if not full:
         return torch.zeros((), dtype=dtype, device=leaves[0].device if leaves else None)
@@ -106,12 +117,15 @@ def _together(tree: Any, each: Callable[[torch.Tensor, torch.dtype], torch.Tenso
         return parts.amax() if op == "max" else parts.sum()
 
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in full)
-    if recorded or not all(type(x) is DTensor for x in full):
+    if recorded or not any(type(x) is DTensor for x in full):
         return combined(full)  # traced, plain, or with a gradient: the ops themselves
+    plain = [x for x in full if type(x) is not DTensor]
     by_mesh: dict[Any, list[DTensor]] = {}
     for x in full:
-        by_mesh.setdefault(x.mesh, []).append(x)
+        if isinstance(x, DTensor):
+            by_mesh.setdefault(x.mesh, []).append(x)
     totals = [reduced(_finished(xs), mesh, combined, op, dtype) for mesh, xs in by_mesh.items()]
+    totals += [combined(plain)] if plain else []
     if len(totals) == 1:
         return totals[0]
     return torch.stack(totals).amax() if op == "max" else torch.stack(totals).sum()

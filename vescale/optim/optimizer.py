@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _tree
+from .._errors import ArgumentError, explain
 from ..spmd.dtensor import DTensor, place
 from ..spmd.layout import replicated
 
@@ -28,6 +29,13 @@ class Optimizer(NamedTuple):
 
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def check_optimizer(x: Any, where: str) -> None:
+    """Raises ArgumentError for what is no Optimizer, such as a function that makes one."""
+    if not isinstance(x, Optimizer):
+        rule, remedy = "a pair of init and update", "such as vs.optim.adamw(1e-3), or vs.optim.Optimizer(..)"
+        raise ArgumentError(explain(f"{x!r}", where=where, rule=rule, remedy=remedy))
 
 
 @_tree.register
@@ -62,6 +70,8 @@ class Updates:
 def apply_updates(params: Any, updates: Any) -> Any:
     """The new parameters; `updates` is an `Updates`, or a tree of increments.
 
+    Raises ArgumentError for updates of another structure, shape or dtype than the parameters.
+
     >>> p = {"w": torch.tensor([1.0, 2.0])}
     >>> apply_updates(p, {"w": torch.tensor([0.5, 0.5])})
     {'w': tensor([1.5000, 2.5000])}
@@ -76,6 +86,16 @@ def apply_updates(params: Any, updates: Any) -> Any:
     def leaf(p: torch.Tensor, keep: Scalar, delta: torch.Tensor | None, rate: Scalar) -> torch.Tensor:
         if delta is None:
             return p
+        if delta.shape != p.shape or delta.dtype is not p.dtype:
+            raise ArgumentError(
+                explain(
+                    f"an update of shape {tuple(delta.shape)}, {delta.dtype}, for a parameter of shape "
+                    f"{tuple(p.shape)}, {p.dtype}",
+                    where="vs.optim.apply_updates",
+                    rule="a parameter keeps its shape and dtype",
+                    remedy="make the update of this parameter's gradient, or cast it: delta.to(p.dtype)",
+                )
+            )
         if not is_one(keep):  # one op less for each parameter
             p = p * cast(keep, scalar_dtype(p))
         if is_one(rate):
@@ -113,7 +133,11 @@ def cast_scalar(x: Scalar, dtype: torch.dtype) -> Scalar:
 def state_scalar(params: Any, value: float = 0.0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """A 0-d tensor of state: where the parameters are, and on their mesh when they have one."""
     leaves = _tree.leaves(params)
-    made = torch.full((), value, dtype=dtype, device=leaves[0].device if leaves else None)
-    meshes = {leaf.mesh if isinstance(leaf, DTensor) else None for leaf in leaves}
+    return beside(params, torch.full((), value, dtype=dtype, device=leaves[0].device if leaves else None))
+
+
+def beside(params: Any, x: torch.Tensor) -> torch.Tensor:
+    """x, which all ranks have, as a replicated DTensor when the parameters are on one mesh."""
+    meshes = {leaf.mesh if isinstance(leaf, DTensor) else None for leaf in _tree.leaves(params)}
     mesh = meshes.pop() if len(meshes) == 1 else None
-    return made if mesh is None else place(made, mesh, replicated(mesh.abstract, ()))
+    return x if mesh is None else place(x, mesh, replicated(mesh.abstract, tuple(x.shape)))

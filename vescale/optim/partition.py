@@ -5,8 +5,9 @@ from typing import Any
 
 from .. import _tree
 from .._errors import ArgumentError, explain
+from .gradients import entries
 from .labels import Labels, labels_of
-from .optimizer import Optimizer, Updates
+from .optimizer import Optimizer, Updates, check_optimizer
 
 
 def freeze() -> Optimizer:
@@ -47,12 +48,21 @@ def partition(labels: Labels, optimizers: Mapping[Any, Optimizer | None]) -> Opt
     {'body': tensor([1.]), 'head': tensor([0.9000])}
     """
     where = "vs.optim.partition"
+    if not isinstance(optimizers, Mapping):
+        rule = "a mapping, from label to optimizer or None"
+        raise ArgumentError(explain(f"optimizers={optimizers!r}", where=where, rule=rule))
     chosen = {label: freeze() if opt is None else opt for label, opt in optimizers.items()}
+    for label, opt in chosen.items():
+        check_optimizer(opt, f"{where}, label {label!r}")
 
     def groups(params: Any) -> dict[Hashable, list[int]]:
         """The numbers of the parameters of each label, in the order of the optimizers."""
         found = labels_of(labels, params, where)
-        lost = [(p, label) for p, label in zip(_tree.paths(params), found) if label not in chosen]
+        lost = [
+            (p, label)
+            for p, label in zip(_tree.paths(params), found)
+            if not isinstance(label, Hashable) or label not in chosen
+        ]
         if lost:
             raise ArgumentError(
                 explain(
@@ -74,6 +84,7 @@ def partition(labels: Labels, optimizers: Mapping[Any, Optimizer | None]) -> Opt
                     f"two parameters at {', '.join(twice)}",
                     where=where,
                     rule="a path is that of one parameter",
+                    remedy="give one of them another key: a key 'a.b' reads like b in a",
                 )
             )
         return {
@@ -85,13 +96,15 @@ def partition(labels: Labels, optimizers: Mapping[Any, Optimizer | None]) -> Opt
         paths, leaves, spec = _tree.flatten_with_path(params)
         behind = isinstance(grads, Updates)
         given = grads.by_leaf(params) if behind else _tree.leaves_like(spec, grads, where="grads")
+        members_of = groups(params)
+        states = dict(zip(members_of, entries(state, tuple(members_of), where), strict=True))
         results: list[Any] = [None] * len(leaves)  # (keep, delta, rate), or gradients
         new, made = {}, behind
-        for label, members in groups(params).items():
+        for label, members in members_of.items():
             own = {paths[n]: leaves[n] for n in members}
             part = {paths[n]: given[n] for n in members}
             taken = _as_updates(part) if behind else part
-            found, new[label] = chosen[label].update(taken, state[label], own)
+            found, new[label] = chosen[label].update(taken, states[label], own)
             made = made or isinstance(found, Updates)
             order = sorted(members, key=lambda n: paths[n])  # the leaves of a dict
             if isinstance(found, Updates):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from .. import _tree
+from .gradients import entries
 from .optimizer import Optimizer, Scalar, Updates, cast_scalar, is_one, scalar_dtype, state_scalar
 from .rates import Rate, check_rate, rate_at
 
@@ -20,15 +21,18 @@ def scale(factor: Rate) -> Optimizer:
     >>> scale(-1.0).update({"w": torch.tensor([1.0, 2.0])}, {}, None)[0]
     {'w': tensor([-1., -2.])}
     """
-    check_rate("vs.optim.scale", "factor", factor, least=None)
+    where = "vs.optim.scale"
+    check_rate(where, "factor", factor, least=None)
     follows = callable(factor)
 
     def init(params: Any) -> dict[str, Any]:
         return {"step": state_scalar(params)} if follows else {}
 
     def update(updates: Any, state: dict[str, Any], params: Any) -> tuple[Any, dict[str, Any]]:
-        by = rate_at(factor, state["step"] if follows else torch.zeros(()))
-        return scaled(updates, by), {"step": state["step"] + 1} if follows else {}
+        if not follows:
+            return scaled(updates, rate_at(factor, torch.zeros(()))), {}
+        (step,) = entries(state, ("step",), where)
+        return scaled(updates, rate_at(factor, step)), {"step": step + 1}
 
     return Optimizer(init, update)
 

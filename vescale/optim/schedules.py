@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .._errors import ArgumentError, explain
+from .rates import is_number
 
 Schedule = Callable[[torch.Tensor], torch.Tensor]
 
@@ -21,7 +22,7 @@ def constant(value: float) -> Schedule:
     >>> constant(0.1)(torch.tensor(7.0, dtype=torch.float64)).item()
     0.1
     """
-    return lambda step: torch.full_like(step, value)
+    return lambda step: torch.full_like(step, value, dtype=torch.float64)
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
@@ -74,6 +75,11 @@ def joined(schedules: Sequence[Schedule], starts: Sequence[int]) -> Schedule:
     >>> [rate(torch.tensor(float(n))).item() for n in range(5)]
     [1.0, 1.0, 0.5, 0.25, 0.0]
     """
+    for number, schedule in enumerate(schedules):
+        if not callable(schedule):
+            rule, remedy = "a function of the step", f"vs.optim.schedules.constant({schedule!r})"
+            where = f"vs.optim.schedules.joined, schedule {number}"
+            raise ArgumentError(explain(repr(schedule), where=where, rule=rule, remedy=remedy))
     if len(starts) != len(schedules) - 1 or list(starts) != sorted(starts):
         raise ArgumentError(
             explain(
@@ -104,9 +110,6 @@ def _part(step: torch.Tensor, steps: int) -> torch.Tensor:
 def _check(name: str, positive: dict[str, int], natural: dict[str, int] | None = None) -> None:
     for least, found in ((1, positive), (0, natural or {})):
         for key, value in found.items():
-            if not value >= least:
-                raise ArgumentError(
-                    explain(
-                        f"{key}={value}", where=f"vs.optim.schedules.{name}", rule=f"at least {least} updates"
-                    )
-                )
+            if not (is_number(value) and value >= least):
+                where, rule = f"vs.optim.schedules.{name}", f"a number of updates, at least {least}"
+                raise ArgumentError(explain(f"{key}={value!r}", where=where, rule=rule))

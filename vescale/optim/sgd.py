@@ -6,7 +6,7 @@ import torch
 
 from .. import _tree
 from .._errors import ArgumentError, explain
-from .gradients import decayed, gradients
+from .gradients import check_parameters, decayed, entries, gradients
 from .labels import Mask, mask_of
 from .optimizer import Optimizer, Updates, state_scalar
 from .rates import Rate, check_numbers, check_rate, rate_at
@@ -44,10 +44,16 @@ def sgd(
     check_numbers(where, {"momentum": momentum, "weight_decay": weight_decay}, {})
     if nesterov and not momentum:
         raise ArgumentError(
-            explain("nesterov=True, momentum=0", where=where, rule="it looks ahead along momentum")
+            explain(
+                "nesterov=True, momentum=0",
+                where=where,
+                rule="it looks ahead along momentum",
+                remedy="give a momentum, such as 0.9",
+            )
         )
 
     def init(params: Any) -> dict[str, Any]:
+        check_parameters(params, where, complex_too=True)
         state: dict[str, Any] = {"step": state_scalar(params)}
         if momentum:
             state["momentum_buffer"] = _tree.tree_map(torch.zeros_like, params)
@@ -55,18 +61,19 @@ def sgd(
 
     def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Updates, dict[str, Any]]:
         leaves, spec = _tree.flatten(params)
-        deltas = gradients(grads, spec, where)
+        deltas = gradients(grads, params, where)
+        step, *kept = entries(state, ("step", "momentum_buffer") if momentum else ("step",), where)
         if weight_decay:
             deltas = decayed(deltas, leaves, weight_decay, mask_of(mask, params, where))
-        new = {"step": state["step"] + 1}
+        new: dict[str, Any] = {"step": step + 1}
         if momentum:
-            old = _tree.leaves_like(spec, state["momentum_buffer"], where="state['momentum_buffer']")
+            old = _tree.leaves_like(spec, kept[0], where="state['momentum_buffer']")
             buffers = [b * momentum + g for b, g in zip(old, deltas, strict=True)]
             new["momentum_buffer"] = _tree.unflatten(spec, buffers)
             if nesterov:
                 deltas = [torch.add(g, b, alpha=momentum) for g, b in zip(deltas, buffers, strict=True)]
             else:
                 deltas = buffers
-        return Updates(1.0, _tree.unflatten(spec, deltas), -rate_at(lr, state["step"])), new
+        return Updates(1.0, _tree.unflatten(spec, deltas), -rate_at(lr, step)), new
 
     return Optimizer(init, update)

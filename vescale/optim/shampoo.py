@@ -18,10 +18,10 @@ from ..spmd.layout import Layout
 from ..spmd.matrices import Matrices
 from ..spmd.transforms import pinned
 from .adam import corrections
-from .arrangements import arrangements
+from .arrangements import arrangements, checked_texts
 from .at_owners import decide, from_owners, layouts_at_rest, to_owners
 from .beside import beside, kept_shape
-from .gradients import gradients
+from .gradients import check_parameters, entries, gradients
 from .optimizer import Optimizer, Updates, cast_scalar, scalar_dtype, state_scalar
 from .precondition import GRAFTINGS, SQUARED, Kept, Recipe, flops, graft, precondition
 from .rates import Rate, check_numbers, check_rate, rate_at
@@ -87,7 +87,7 @@ def shampoo(
     """
     beta1, beta2 = betas
     _check(lr, betas, eps, weight_decay, update_interval, grafting, grafting_eps, root, root_dtype, max_dim)
-    texts = dict(matrix_dims or {})
+    texts = checked_texts(matrix_dims, _WHERE)
 
     def recipe(power: int) -> Recipe:
         return Recipe(beta2, eps, power, update_interval, grafting, grafting_eps, root_dtype)
@@ -130,6 +130,7 @@ def shampoo(
         )
 
     def init(params: Any) -> dict[str, Any]:
+        check_parameters(params, _WHERE)
         owned = {
             one.path: {name: one.zeros(shape) for name, shape in shapes(one).items()} for one in read(params)
         }
@@ -140,9 +141,9 @@ def shampoo(
 
     def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Updates, dict[str, Any]]:
         leaves, spec = _tree.flatten(params)
-        gs = gradients(grads, spec, _WHERE)
-        step = state["step"] + 1
-        rate = rate_at(lr, state["step"])
+        gs = gradients(grads, params, _WHERE)
+        before, *_ = entries(state, ("step", "owned", *(("momentum",) if beta1 else ())), _WHERE)
+        step, rate = before + 1, rate_at(lr, before)
         step_size, _ = corrections(rate, step, beta1, beta2)
         made = read(params)
         kept = {one.path: kept_of(one, state) for one in made}

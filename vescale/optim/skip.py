@@ -6,7 +6,7 @@ import torch
 
 from .. import _tree
 from .norms import all_finite
-from .optimizer import Optimizer, Scalar, Updates, is_one
+from .optimizer import Optimizer, Scalar, Updates, check_optimizer, is_one
 
 
 def skip_if_nonfinite(opt: Optimizer) -> Optimizer:
@@ -22,6 +22,8 @@ def skip_if_nonfinite(opt: Optimizer) -> Optimizer:
     >>> apply_updates(params, updates)
     {'w': tensor([1.])}
     """
+
+    check_optimizer(opt, "vs.optim.skip_if_nonfinite")
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Updates, Any]:
         return unless_skipped(all_finite(grads), *opt.update(grads, state, params), state)
