@@ -246,7 +246,8 @@ FACTORIES = {
 # Tested elsewhere: keyed draws with programs, and uninitialised memory has no value to compare.
 ELSEWHERE = {"draw", "derive_keys", "normal_from_bits", "scale_bits", "cotangent", "diagonal_copy"}
 ELSEWHERE |= set(words("empty empty_like empty_permuted empty_strided new_empty new_empty_strided"))
-ELSEWHERE |= {"orthogonalize"}  # test_muon
+# test_muon, test_shampoo, test_adamw_8bit
+ELSEWHERE |= {"orthogonalize", "precondition", "quantize_blocks", "dequantize_blocks", "zero_blocks"}
 
 # Ops of torch's op database, or of the gradients of its ops: see test_op_coverage. Whole families, and
 WITH_THE_DATABASE = {"linalg", "losses", "rearrange"}
