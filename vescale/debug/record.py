@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._errors import ArgumentError, explain
 from ..spmd.agree import digest
-from ..spmd.observe import Observation, Observed, Value, prepare
+from ..spmd.observe import Observation, Observed, Value, prepare, ranks_of
 from ..spmd.parallelize import Entry, drawing
 from ..spmd.program.ir import Graph, Node, Origin
 from ..spmd.program.partition import Compute
@@ -68,7 +68,7 @@ class Recorded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(self.step, args, kwargs)
         entry, leaves, _ = prepared
-        if not self.step._mesh.local_ranks:
+        if not ranks_of(self.step).local_ranks:
             return self._observed.call(prepared, lambda seen: None, donate=True)
         with drawing(entry, leaves):
             generators = {str(s): digest(s.find().get_state()) for s in entry.decision.sources}
@@ -101,7 +101,7 @@ class Recorded:
 
     def _write(self, which: int, lines: list[dict[str, Any]]) -> None:
         if self._files is None:
-            stem = self.directory / f"rank-{self.step._mesh.local_ranks[0]}"
+            stem = self.directory / f"rank-{ranks_of(self.step).local_ranks[0]}"
             self._files = Path(f"{stem}.index.jsonl"), Path(f"{stem}.calls.jsonl")
             self.directory.mkdir(parents=True, exist_ok=True)
             if any(path.exists() for path in self._files):
@@ -163,7 +163,7 @@ def _is_view(seen: Observation) -> bool:
 
 
 def _program(step: Any, entry: Entry, number: int) -> list[dict[str, Any]]:
-    mesh, graph = step._mesh, entry.decision.graph
+    mesh, graph = ranks_of(step), entry.decision.graph
     head = {
         "format": FORMAT,
         "program": number,
