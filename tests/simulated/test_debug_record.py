@@ -325,6 +325,11 @@ def test_mistakes(tmp_path):
     vs.debug.record(step, tmp_path / "a")(torch.ones(2))
     with pytest.raises(ArgumentError, match="a directory holds one run"):
         vs.debug.record(step, tmp_path / "a")(torch.ones(2))
+    consuming = vs.parallelize(lambda x: x + 1, vs.Plan(mesh), donate=["x"])
+    x = vs.distribute_tensor(torch.ones(2), mesh, P())
+    with pytest.raises(ArgumentError, match="a directory holds one run"):
+        vs.debug.record(consuming, tmp_path / "a")(x)
+    assert torch.equal(x.full_tensor(), torch.ones(2))  # nothing ran
     with pytest.raises(ArgumentError, match="no recording in"):
         vs.debug.diff(tmp_path / "a", tmp_path / "nowhere")
     with pytest.raises(ArgumentError, match="statistics=True"):

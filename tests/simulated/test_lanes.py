@@ -287,6 +287,7 @@ def scale(x):
         ({"lanes": {"dp": 6}}, "power of two"),
         ({"lanes": {"dp": 0}}, "power of two"),
         ({"lanes": {"dp": True}}, "power of two"),
+        ({"lanes": 8}, "said by axis"),
         ({"lanes": {"dp": 1}}, "lanes on an axis of 2 ranks"),
         ({"lanes": {"pp": 8}}, "the mesh has the axes dp"),
         ({"lanes": {"dp": 8}, "reduction": "native"}, "in their tree"),

@@ -51,6 +51,9 @@ class LanePlan(Plan):
     def __or__(self, other: Plan) -> Plan:
         return LanePlan(super().__or__(other), self.lanes)
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__().removesuffix(')')}, lanes={self.lanes})"
+
     def resolve_leaves(self, paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> Resolved:
         """`Plan.resolve_leaves`, in layouts on the mesh of the hosts."""
         resolved = self.over_lanes.resolve_leaves(paths, leaves)

@@ -57,7 +57,14 @@ class Inconsistent(AssertionError):
         self.run, self.step, self.path = run, step, path
         self.difference, self.divergence = difference, divergence
         lines = [f"{fn} is not consistent with plain torch: {run}, step {step}", f"{path}: {found}"]
-        super().__init__("\n".join([*lines, str(divergence)] if divergence is not None else lines))
+        if divergence is not None:
+            lines.append(str(divergence))
+        if divergence is not None and divergence.excused:
+            lines.append(
+                "no instruction is at fault: pass whole numbers, whose sums are exact, or bitwise=False; "
+                "where rounding grows, as Adam's does at gradients near zero, a larger bound= or fewer steps"
+            )
+        super().__init__("\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -262,7 +269,8 @@ class _Check:
                 continue
             apart = difference(a, value)
             if apart is not None and (self.bound is None or not apart.error <= self.bound):
-                return path, str(apart), apart
+                over = "" if self.bound is None else f", where bound={self.bound:g} are allowed"
+                return path, f"{apart}{over}", apart
             if apart is not None:
                 self.seen.append((path, apart))
             if not isinstance(b, DTensor):
