@@ -367,6 +367,21 @@ def test_parameters_that_no_placement_says_at_rest():
         vs.distribute({"w": torch.ones(64, 3)}, step.plan)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 1)])
+def test_fsdp_over_lanes_of_what_lanes_of_another_axis_split(sizes):
+    """The buffers of a rank's lanes are no buffer of the rank: it holds its pieces one by one."""
+
+    def run(mesh, lanes):
+        placed = vs.Plan(mesh, {r"blocks\..*w": P(tp=Shard(1))}, {"batch": ROWS}, fsdp=vs.FSDP("dp"))
+        step = vs.parallelize(vs.value_and_grad(toy.loss_fn), placed, lanes=lanes)
+        found = step(vs.distribute(toy.make_params(torch.float32), step.plan), toy.make_batch(torch.float32))
+        return [leaf.full_tensor() for leaf in _tree.leaves(found)]
+
+    dp, tp = sizes
+    expected = run(simulated(dp=4, tp=2), None)
+    assert equal(run(simulated(dp=dp, tp=tp), {"dp": 4, "tp": 2}), expected)
+
+
 def test_reduction_is_an_argument():
     where = vs.Plan(simulated(dp=4), inputs={"x": ROWS})
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
