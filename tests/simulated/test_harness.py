@@ -304,6 +304,33 @@ def test_a_mapped_function_inside_is_compared():
     assert found.compared == 8
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_bounds_are_for_floats(dtype):
+    """An index that is off by one is no rounding."""
+    off = lambda x: (x + int(isinstance(x, vs.DTensor))).to(dtype)  # noqa: E731
+    with pytest.raises(vs.testing.Inconsistent):
+        vs.testing.assert_consistent(off, [torch.arange(8)], plan_of(dp=2), static=[False], bitwise=False)
+
+
+def test_a_leaf_that_is_nothing_but_rounding():
+    """The gradient of a bias that softmax takes no notice of."""
+
+    def fn(b, x):
+        return vs.grad(lambda b: (torch.softmax(x + b, 1) * x).sum())(b)
+
+    args = [torch.zeros(()), noisy(16, 8)]
+    with pytest.raises(vs.testing.Inconsistent, match="absolute="):
+        vs.testing.assert_consistent(fn, args, plan_of(dp=2), bitwise=False)
+    assert vs.testing.assert_consistent(fn, args, plan_of(dp=2), bitwise=False, absolute=1e-5).differing
+
+
+def test_a_function_that_differs_on_a_mesh_is_no_rounding():
+    fn = lambda x: x * (torch.nan if isinstance(x, vs.DTensor) else 2.0)  # noqa: E731
+    with pytest.raises(vs.testing.Inconsistent) as caught:
+        vs.testing.assert_consistent(fn, [noisy(8)], plan_of(dp=2), static=[False], bitwise=False)
+    assert (caught.value.divergence.op, caught.value.divergence.excused) == ("aten.mul.Tensor", "")
+
+
 # Lanes.
 
 
