@@ -135,3 +135,29 @@ def test_leaving_with_q_is_an_error_everywhere(pool):
     text = str(caught.value)
     assert text.count("rank 1 left the debugger with q") == 3
     assert "BdbQuit" in text
+
+
+def lanes(mesh, directory):
+    plan = vs.Plan(mesh, inputs={"batch": P(dp=Shard(0))}, fsdp=vs.FSDP("dp", r"blocks\.\d+"))
+    step = vs.parallelize(vs.value_and_grad(loss_fn), plan, lanes={"dp": 4})
+    params = vs.distribute(make_params(torch.float32), step.plan)
+    vs.debug.record(step, directory)(params, make_batch(torch.float32))
+
+
+def lanes_there(directory):
+    mesh = world_mesh((("dp", 2),))
+    if mesh.local_ranks:
+        lanes(mesh, directory)
+
+
+def test_lanes_on_two_processes_are_those_on_one(pool, tmp_path):
+    pool.run(lanes_there, str(tmp_path / "a"))
+    assert sorted(path.name for path in (tmp_path / "a").glob("*.calls.*")) == [
+        "rank-0.calls.jsonl",
+        "rank-2.calls.jsonl",
+    ]
+    lanes(vs.make_mesh({"dp": 1}, backend="simulated"), tmp_path / "b")
+    found = vs.debug.diff(tmp_path / "a", tmp_path / "b")
+    assert not found, found
+    assert found.matched == "instruction"
+    assert found.compared > 60

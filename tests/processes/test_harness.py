@@ -85,3 +85,11 @@ def test_a_pool_that_is_too_small_is_told():
     small = vs.testing.RankPool(2)  # never started
     with pytest.raises(ArgumentError, match=r"RankPool\(4\)"):
         vs.testing.assert_consistent(train, arguments(), plan(dp=4), bitwise=False, processes=small)
+
+
+def test_lanes_on_real_ranks(pool):
+    plans = [plan(dp=1), plan(dp=2)]
+    found = vs.testing.assert_consistent(
+        train, arguments(), plans, bitwise=False, steps=2, processes=pool, lanes={"dp": 4}
+    )
+    assert len(found.runs) == 4

@@ -325,9 +325,56 @@ def test_mistakes(tmp_path):
     vs.debug.record(step, tmp_path / "a")(torch.ones(2))
     with pytest.raises(ArgumentError, match="a directory holds one run"):
         vs.debug.record(step, tmp_path / "a")(torch.ones(2))
+    consuming = vs.parallelize(lambda x: x + 1, vs.Plan(mesh), donate=["x"])
+    x = vs.distribute_tensor(torch.ones(2), mesh, P())
+    with pytest.raises(ArgumentError, match="a directory holds one run"):
+        vs.debug.record(consuming, tmp_path / "a")(x)
+    assert torch.equal(x.full_tensor(), torch.ones(2))  # nothing ran
     with pytest.raises(ArgumentError, match="no recording in"):
         vs.debug.diff(tmp_path / "a", tmp_path / "nowhere")
     with pytest.raises(ArgumentError, match="statistics=True"):
         vs.debug.diff(tmp_path / "a", tmp_path / "a", tolerance=1e-6)
     with pytest.raises(ArgumentError, match="static=True"):
         vs.debug.record(lambda x: x, tmp_path / "b")(torch.ones(2))
+
+
+# Lanes.
+
+
+def recorded_in_lanes(ranks, directory, plant=0.0):
+    plan = vs.Plan(
+        vs.make_mesh({"dp": ranks}, backend="simulated"),
+        inputs={"batch": P(dp=Shard(0))},
+        fsdp=vs.FSDP("dp", WRAP),
+    )
+    step = vs.parallelize(vs.value_and_grad(loss_fn), plan, lanes={"dp": 4})
+    params = vs.distribute(make_params(torch.float32), step.plan)
+    rows = make_batch(torch.float32)
+    rows[5, 0] += plant
+    result = vs.debug.record(step, directory)(params, rows)
+    for ours, theirs in zip(_tree.leaves(result), _tree.leaves(step(params, rows)), strict=True):
+        assert ours.layout is theirs.layout
+        assert all(map(torch.equal, ours.locals, theirs.locals))
+    return step, params, rows
+
+
+def test_runs_with_lanes_are_equal_on_any_number_of_ranks(tmp_path):
+    for ranks in (1, 2, 4):
+        recorded_in_lanes(ranks, tmp_path / str(ranks))
+    for ranks in (1, 2):
+        found = vs.debug.diff(tmp_path / str(ranks), tmp_path / "4")
+        assert not found, found
+        assert found.matched == "instruction"
+        assert found.compared > 60
+        assert not vs.debug.diff(tmp_path / str(ranks))
+    recorded_in_lanes(2, tmp_path / "planted", plant=1e-3)
+    found = vs.debug.diff(tmp_path / "1", tmp_path / "planted").divergence
+    assert (found.value, found.ranks) == ("batch", (1,))  # the lane that has row 5
+
+
+def test_an_origin_and_no_timeline_of_lanes(tmp_path):
+    step, params, rows = recorded_in_lanes(2, tmp_path / "a")
+    rows[9, 3] = torch.nan
+    assert vs.debug.find_nonfinite(step, params, rows).first.counts == {2: 1}
+    with pytest.raises(ArgumentError, match="several lanes"):
+        vs.debug.timeline(step, params, rows)

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 import vescale as vs
 from tests.faults import FAULTS, aten, noisy, rules, whole
 from vescale._errors import ArgumentError
+from vescale.spmd import hosted, lane_boundary
 from vescale.spmd.placements import P, Shard
 from vescale.spmd.program import draw, passes, program
 from vescale.testing import op_by_op, running, strategies
@@ -301,3 +302,78 @@ def test_a_mapped_function_inside_is_compared():
     found = vs.testing.assert_consistent(step, args, plan, steps=2)
     assert found.differing == 0
     assert found.compared == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_bounds_are_for_floats(dtype):
+    """An index that is off by one is no rounding."""
+    off = lambda x: (x + int(isinstance(x, vs.DTensor))).to(dtype)  # noqa: E731
+    with pytest.raises(vs.testing.Inconsistent):
+        vs.testing.assert_consistent(off, [torch.arange(8)], plan_of(dp=2), static=[False], bitwise=False)
+
+
+def test_a_leaf_that_is_nothing_but_rounding():
+    """The gradient of a bias that softmax takes no notice of."""
+
+    def fn(b, x):
+        return vs.grad(lambda b: (torch.softmax(x + b, 1) * x).sum())(b)
+
+    args = [torch.zeros(()), noisy(16, 8)]
+    with pytest.raises(vs.testing.Inconsistent, match="absolute="):
+        vs.testing.assert_consistent(fn, args, plan_of(dp=2), bitwise=False)
+    assert vs.testing.assert_consistent(fn, args, plan_of(dp=2), bitwise=False, absolute=1e-5).differing
+
+
+def test_a_function_that_differs_on_a_mesh_is_no_rounding():
+    fn = lambda x: x * (torch.nan if isinstance(x, vs.DTensor) else 2.0)  # noqa: E731
+    with pytest.raises(vs.testing.Inconsistent) as caught:
+        vs.testing.assert_consistent(fn, [noisy(8)], plan_of(dp=2), static=[False], bitwise=False)
+    assert (caught.value.divergence.op, caught.value.divergence.excused) == ("aten.mul.Tensor", "")
+
+
+# Lanes.
+
+
+def test_lanes_have_one_value_whoever_hosts_them():
+    plans = [plan_of(dp=ranks) for ranks in (1, 2, 4)]
+    found = vs.testing.assert_consistent(
+        noisy_step, arguments(), plans, bitwise=False, steps=2, lanes={"dp": 4}, donate=["params"]
+    )
+    assert len(found.runs) == 3
+    assert found.differing  # not those of one device: sums are in another order
+
+
+def test_a_host_that_makes_something_else_of_its_lanes(monkeypatch):
+    join = lane_boundary.join
+
+    def joined(layout, outer, host):
+        return lambda pieces: join(layout, outer, host)(pieces) + 1e-6 * (outer.mesh.size == 2)
+
+    plans = [plan_of(dp=ranks) for ranks in (1, 2)]
+    monkeypatch.setattr(lane_boundary, "join", joined)
+    with pytest.raises(vs.testing.Inconsistent, match="with the same lanes") as caught:
+        vs.testing.assert_consistent(noisy_step, arguments(), plans, bitwise=False, lanes={"dp": 4})
+    assert caught.value.run == "plan 1 on dp=2, static, simulated"
+    assert caught.value.divergence.op == "what ranks make of lanes"
+
+
+def test_a_fault_in_a_program_of_lanes_is_named(monkeypatch):
+    """Looked for lane by lane, as in a program of as many ranks."""
+
+    class Twice(hosted.Reduction):
+        def tree(self, values):
+            return super().tree([values[0], *values[:-1]])
+
+    monkeypatch.setattr(hosted, "Reduction", Twice)
+    whole = [{"w": torch.ones(6, 5)}, torch.arange(96.0).view(16, 6)]
+    with pytest.raises(vs.testing.Inconsistent) as caught:
+        vs.testing.assert_consistent(
+            lambda params, x: (x @ params["w"]).sum(), whole, plan_of(dp=2), lanes={"dp": 4}
+        )
+    assert caught.value.divergence.op == "all_reduce over dp"
+    assert "test_harness.py" in caught.value.divergence.line
+
+
+def test_op_by_op_there_are_no_lanes():
+    with pytest.raises(ArgumentError, match="lanes are of programs"):
+        vs.testing.assert_consistent(noisy_step, arguments(), plan_of(dp=2), static=[False], lanes={"dp": 4})

@@ -287,6 +287,7 @@ def scale(x):
         ({"lanes": {"dp": 6}}, "power of two"),
         ({"lanes": {"dp": 0}}, "power of two"),
         ({"lanes": {"dp": True}}, "power of two"),
+        ({"lanes": 8}, "said by axis"),
         ({"lanes": {"dp": 1}}, "lanes on an axis of 2 ranks"),
         ({"lanes": {"pp": 8}}, "the mesh has the axes dp"),
         ({"lanes": {"dp": 8}, "reduction": "native"}, "in their tree"),
@@ -364,6 +365,21 @@ def test_parameters_that_no_placement_says_at_rest():
     step = vs.parallelize(lambda params: params["w"] * 2, placed, lanes={"tp": 2})
     with pytest.raises(VescaleError, match="some placement"):
         vs.distribute({"w": torch.ones(64, 3)}, step.plan)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 1)])
+def test_fsdp_over_lanes_of_what_lanes_of_another_axis_split(sizes):
+    """The buffers of a rank's lanes are no buffer of the rank: it holds its pieces one by one."""
+
+    def run(mesh, lanes):
+        placed = vs.Plan(mesh, {r"blocks\..*w": P(tp=Shard(1))}, {"batch": ROWS}, fsdp=vs.FSDP("dp"))
+        step = vs.parallelize(vs.value_and_grad(toy.loss_fn), placed, lanes=lanes)
+        found = step(vs.distribute(toy.make_params(torch.float32), step.plan), toy.make_batch(torch.float32))
+        return [leaf.full_tensor() for leaf in _tree.leaves(found)]
+
+    dp, tp = sizes
+    expected = run(simulated(dp=4, tp=2), None)
+    assert equal(run(simulated(dp=dp, tp=tp), {"dp": 4, "tp": 2}), expected)
 
 
 def test_reduction_is_an_argument():

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._errors import ArgumentError, explain
 from ..spmd.agree import digest
-from ..spmd.observe import Observation, Observed, Value, prepare
+from ..spmd.observe import Observation, Observed, Value, prepare, ranks_of
 from ..spmd.parallelize import Entry, drawing
 from ..spmd.program.ir import Graph, Node, Origin
 from ..spmd.program.partition import Compute
@@ -61,15 +61,15 @@ class Recorded:
         self.step, self.directory, self.statistics = step, directory, statistics
         self._observed = Observed(step)
         self._programs: dict[int, tuple[int, Entry]] = {}
-        self._files: tuple[Path, Path] | None = None
         self.calls = 0
         functools.update_wrapper(self, step, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(self.step, args, kwargs)
         entry, leaves, _ = prepared
-        if not self.step._mesh.local_ranks:
+        if not ranks_of(self.step).local_ranks:
             return self._observed.call(prepared, lambda seen: None, donate=True)
+        index, calls = self._files
         with drawing(entry, leaves):
             generators = {str(s): digest(s.find().get_state()) for s in entry.decision.sources}
         new = id(entry) not in self._programs
@@ -90,31 +90,36 @@ class Recorded:
         result = self._observed.call(prepared, watch, donate=True)
         if new:
             self._programs[id(entry)] = number, entry
-            self._write(0, [*_program(self.step, entry, number), *lines])
+            _write(index, [*_program(self.step, entry, number), *lines])
         line: dict[str, Any] = {"call": self.calls, "program": number, "generators": generators}
         line["fingerprints"] = [[f"{mark % 2**64:016x}" for mark in row] for row in _numbers(marks)]
         if self.statistics:
             line["statistics"] = _numbers(figures)
-        self._write(1, [line])
+        _write(calls, [line])
         self.calls += 1
         return result
 
-    def _write(self, which: int, lines: list[dict[str, Any]]) -> None:
-        if self._files is None:
-            stem = self.directory / f"rank-{self.step._mesh.local_ranks[0]}"
-            self._files = Path(f"{stem}.index.jsonl"), Path(f"{stem}.calls.jsonl")
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if any(path.exists() for path in self._files):
-                raise ArgumentError(
-                    explain(
-                        f"a recording in {self.directory}",
-                        where="vs.debug.record",
-                        rule="a directory holds one run",
-                        remedy="name another directory, or delete this one",
-                    )
+    @functools.cached_property
+    def _files(self) -> tuple[Path, Path]:
+        """The files of this process, looked up before the first call runs: it may consume its arguments."""
+        stem = self.directory / f"rank-{ranks_of(self.step).local_ranks[0]}"
+        files = Path(f"{stem}.index.jsonl"), Path(f"{stem}.calls.jsonl")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if any(path.exists() for path in files):
+            raise ArgumentError(
+                explain(
+                    f"a recording in {self.directory}",
+                    where="vs.debug.record",
+                    rule="a directory holds one run",
+                    remedy="name another directory, or delete this one",
                 )
-        with self._files[which].open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+            )
+        return files
+
+
+def _write(path: Path, lines: list[dict[str, Any]]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def _numbers(rows: list[list[Tensor]]) -> list[list[Any]]:
@@ -163,7 +168,7 @@ def _is_view(seen: Observation) -> bool:
 
 
 def _program(step: Any, entry: Entry, number: int) -> list[dict[str, Any]]:
-    mesh, graph = step._mesh, entry.decision.graph
+    mesh, graph = ranks_of(step), entry.decision.graph
     head = {
         "format": FORMAT,
         "program": number,

@@ -15,7 +15,7 @@ from .._compat import below_autograd
 from .._errors import ArgumentError, explain
 from ..spmd.agree import exchange
 from ..spmd.mesh import Mesh
-from ..spmd.observe import prepare
+from ..spmd.observe import prepare, ranks_of
 from ..spmd.parallelize import Entry, drawing
 from ..spmd.program.cost import Rates
 from ..spmd.program.emit import EXCHANGES, Call, DrawExchange, Listing
@@ -164,6 +164,14 @@ def timeline(step: Any, *args: Any, repeats: int = 3, rates: Rates | None = None
                 f"timeline on {mesh.device.type}",
                 rule="clocks are read on the cpu, and kernels there run later than they are called",
                 remedy="use torch.profiler, which records the device",
+            )
+        )
+    if ranks_of(step) is not mesh:
+        raise ArgumentError(
+            explain(
+                f"timeline of {step._name} on {ranks_of(step)}",
+                rule="an instruction belongs to a rank, and here each rank runs those of several lanes",
+                remedy="leave out lanes=, or take a mesh with a rank for each lane",
             )
         )
     measured = _Measured(entry, mesh)

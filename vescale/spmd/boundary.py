@@ -99,6 +99,14 @@ class Boundary:
         """See `enter`."""
         return enter(self.hosted, leaves, layouts, hidden, mismatch)
 
+    def each(self, inputs: list[list[torch.Tensor]], layouts: Sequence[Layout]) -> list[list[torch.Tensor]]:
+        """What `enter` made, for each rank that programs speak of: with lanes for each lane."""
+        return inputs
+
+    def kept(self, results: Sequence[list[Any]], layouts: Sequence[Layout | Static]) -> Sequence[list[Any]]:
+        """The results of each rank that programs speak of, as `leave` takes them."""
+        return results
+
     def leave(
         self,
         results: Sequence[Sequence[Any]],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .boundary import Boundary, Static
 from .dtensor import DTensor, remember, wrap
-from .lanes import distinct, grouped, refined, widths
+from .lanes import distinct, grouped, lanes_of, refined, representative, widths
 from .layout import AbstractMesh, Layout
 from .locals import in_memory, local_slice
 from .mesh import Mesh
@@ -81,6 +81,35 @@ class LaneBoundary(Boundary):
             for values in inputs:
                 values.append(in_memory(tensor.detach()).contiguous())
         return inputs
+
+    def each(self, inputs: list[list[Tensor]], layouts: Sequence[Layout]) -> list[list[Tensor]]:
+        lanes, hosts = self.lanes, self.hosted
+        assert isinstance(lanes, Mesh)
+        wide, places = widths(lanes.abstract, hosts.abstract), self.places(layouts)
+        end = places[-1].stop if places else 0  # closed-over tensors follow
+        found: dict[int, list[Tensor]] = {}
+        for host, values in zip(hosts.local_ranks, inputs, strict=True):
+            for lane in lanes_of(host, lanes.abstract, hosts.abstract):
+                found[lane] = []
+                for layout, there in zip(layouts, places, strict=True):
+                    first = representative(lane, frozenset(layout.spec), lanes.abstract, wide)
+                    at = distinct(layout, hosts.abstract, host).index(first)
+                    found[lane].append(values[there[at]])
+                found[lane] += values[end:]
+        return [found[lane] for lane in lanes.local_ranks]
+
+    def kept(self, results: Sequence[list[Any]], layouts: Sequence[Layout | Static]) -> Sequence[list[Any]]:
+        lanes, hosts = self.lanes, self.hosted
+        assert isinstance(lanes, Mesh)
+        by_lane, kept = dict(zip(lanes.local_ranks, results, strict=True)), []
+        for host in hosts.local_ranks:
+            first = lanes_of(host, lanes.abstract, hosts.abstract)[:1]
+            holders = [
+                distinct(layout, hosts.abstract, host) if isinstance(layout, Layout) else first
+                for layout in layouts
+            ]
+            kept.append([by_lane[lane][at] for at, held in enumerate(holders) for lane in held])
+        return kept
 
     def leave(
         self,

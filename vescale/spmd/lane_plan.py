@@ -51,6 +51,9 @@ class LanePlan(Plan):
     def __or__(self, other: Plan) -> Plan:
         return LanePlan(super().__or__(other), self.lanes)
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__().removesuffix(')')}, lanes={self.lanes})"
+
     def resolve_leaves(self, paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> Resolved:
         """`Plan.resolve_leaves`, in layouts on the mesh of the hosts."""
         resolved = self.over_lanes.resolve_leaves(paths, leaves)
@@ -67,8 +70,15 @@ class LanePlan(Plan):
             )
         table = Resolved(entries)
         if self.fsdp is not None and resolved.buckets:
-            table.buckets = self.fsdp.grouped(resolved.buckets, self.mesh.abstract, self._outside)
+            # The lanes of a rank have a buffer each. They lie end to end in that of the rank where they are
+            # lanes of the bucket's axis only; else the rank keeps its pieces one by one.
+            joined = [bucket for bucket in resolved.buckets if not self._apart(bucket.axis, bucket.run)]
+            table.buckets = self.fsdp.grouped(joined, self.mesh.abstract, self._outside)
         return table
+
+    def _apart(self, axis: str, layouts: Sequence[Layout]) -> bool:
+        """Whether another axis than this one splits some of these between lanes of a rank."""
+        return any(other in self._wide for layout in layouts for other in layout.spec if other != axis)
 
     def _entry(self, entry: ResolvedParameter, problems: list[str]) -> ResolvedParameter:
         rest = grouped(entry.rest, self.mesh.abstract)

@@ -70,6 +70,14 @@ class LaneMesh(Mesh):
 
 def lane_axes(mesh: AbstractMesh, lanes: Mapping[str, int]) -> AbstractMesh:
     """The mesh that a program with these lanes is decided for. Raises ArgumentError."""
+    if not isinstance(lanes, Mapping):
+        raise ArgumentError(
+            explain(
+                f"lanes={lanes!r}",
+                rule="lanes are said by axis: a mapping from its name to how many it has",
+                remedy=f"lanes={{{mesh.axis_names[0]!r}: 8}}",
+            )
+        )
     for axis, count in lanes.items():
         if axis not in mesh.axis_names:
             found, rule = f"axis {axis!r}", f"the mesh has the axes {', '.join(mesh.axis_names)}"

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from .. import _tree
 from .._errors import ArgumentError, explain
-from .boundary import leave, own
+from .boundary import own
 from .dtensor import DTensor
 from .dynamic import Dynamic
+from .mesh import Mesh
 from .parallelize import Entry, Parallelized, drawing
 from .program.plain import PlainNode, run_plainly
 from .program.stepwise import Observation, Stepwise, Value, Watch, same_bits
@@ -39,9 +40,11 @@ __all__ = [
     "Observed",
     "PlainNode",
     "Value",
+    "entered",
     "observe",
     "observe_plainly",
     "prepare",
+    "ranks_of",
     "same_bits",
 ]
 
@@ -65,6 +68,17 @@ def prepare(
     return step.entry(*args, **kwargs)
 
 
+def ranks_of(step: Parallelized) -> Mesh:
+    """The mesh whose ranks the program of `step` speaks of: that of lanes, where a rank hosts several."""
+    return step._plan.hosted(step._name)
+
+
+def entered(step: Parallelized, entry: Entry, leaves: list[Any], hidden: list[Tensor]) -> list[list[Tensor]]:
+    """The local inputs of each of these ranks."""
+    known = [layout for layout in entry.decision.layouts if layout is not None]
+    return step._boundary.each(step._enter(entry.decision, leaves, hidden), known)
+
+
 class Observed:
     """A parallelized function whose calls are run step by step; the programs that it runs are kept."""
 
@@ -81,11 +95,12 @@ class Observed:
     ) -> Any:
         """Run what `prepare` returned for some arguments: see `observe`."""
         entry, leaves, hidden = prepared
-        decision, mesh = entry.decision, self.step._mesh
-        inputs = self.step._enter(decision, leaves, hidden)
+        decision, boundary = entry.decision, self.step._boundary
+        inputs = entered(self.step, entry, leaves, hidden)
         with drawing(entry, leaves):
-            results = own(self._stepwise(entry)(inputs, watch), decision.aliases)
-        outputs = leave(mesh, results, decision.out_layouts, decision.out_kinds)
+            results = boundary.kept(self._stepwise(entry)(inputs, watch), decision.out_layouts)
+        results = own(results, decision.aliases)
+        outputs = boundary.leave(results, decision.out_layouts, decision.out_kinds)
         if donate:
             for index in decision.donated:
                 if isinstance(leaves[index], DTensor):
@@ -98,7 +113,7 @@ class Observed:
             if len(self._kept) >= 16:
                 self._kept.pop(next(iter(self._kept)))
             decision = entry.decision
-            made = Stepwise(decision.partitioned, self.step._mesh, decision.graph)
+            made = Stepwise(decision.partitioned, ranks_of(self.step), decision.graph)
             self._kept[id(entry)] = entry, made
         return self._kept[id(entry)][1]
 

@@ -30,6 +30,7 @@ from .lanes import LaneMesh, not_in_lanes
 from .layout import Layout, replicated
 from .lowered import Inputs, Lowered
 from .mesh import Mesh
+from .mirrors import mirrors, owner_of
 from .plan import Plan, with_near_misses
 from .program import passes
 from .program.agreement import Record, agree, checksums
@@ -538,7 +539,7 @@ class Parallelized:
                     )
                 )
             shape = tuple(leaf.shape)
-            owner = _owner(path, by_path)
+            owner = owner_of(path, by_path)
             likely = owner.rest if owner is not None and owner.rest.shape == shape else None
             wanted: Layout | None = None
             if index in parameters:
@@ -632,10 +633,10 @@ class Parallelized:
             if path.startswith(prefix)
         }
         for index, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
-            owner = _owner(path.partition(".")[2], by_path)
+            owner = owner_of(path.partition(".")[2], by_path)
             if owner is not None and owner.shape == shape:
                 wishes[index] = owner
-        for start, layouts_there in _mirrors(
+        for start, layouts_there in mirrors(
             spec,
             shapes,
             signature.spec,
@@ -708,52 +709,3 @@ def drawing(entry: Entry, leaves: list[Any]) -> AbstractContextManager[None]:
     if not entry.decision.sources:
         return nullcontext()
     return using(leaves, [get() for get in entry.generators])
-
-
-def _owner(path: str, parameters: dict[str, Any]) -> Any:
-    """The parameter whose path ends this path, at a dot."""
-    while path:
-        if path in parameters:
-            return parameters[path]
-        _, _, path = path.partition(".")
-    return None
-
-
-def _mirrors(
-    spec: _tree.TreeSpec,
-    shapes: list[Any],
-    in_spec: _tree.TreeSpec,
-    in_shapes: list[Any],
-    layouts: list[Layout | None],
-) -> list[tuple[int, list[Layout | None]]]:
-    """(start, layouts) of each subtree of the result that has the structure and shapes of an argument's."""
-    subtrees: dict[_tree.TreeSpec, list[tuple[list[Any], list[Layout | None]]]] = {}
-
-    def collect(node: _tree.TreeSpec, start: int) -> None:
-        if node.is_leaf() or node.num_leaves == 0:
-            return
-        stop = start + node.num_leaves
-        subtrees.setdefault(node, []).append((in_shapes[start:stop], layouts[start:stop]))
-        for child in node.children():
-            collect(child, start)
-            start += child.num_leaves
-
-    start = 0
-    for child in in_spec.children():
-        collect(child, start)
-        start += child.num_leaves
-    found: list[tuple[int, list[Layout | None]]] = []
-
-    def look(node: _tree.TreeSpec, start: int) -> None:
-        if node.is_leaf() or node.num_leaves == 0:
-            return
-        for there, their_layouts in subtrees.get(node, ()):
-            if there == shapes[start : start + node.num_leaves]:
-                found.append((start, their_layouts))
-                return
-        for child in node.children():
-            look(child, start)
-            start += child.num_leaves
-
-    look(spec, 0)
-    return found

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _tree
+from ..spmd.observe import entered, ranks_of
 from ..spmd.parallelize import Decision, Entry, Parallelized, drawing
 from ..spmd.program import passes
 from ..spmd.program.emit import EXCHANGES, Call, Listing
@@ -118,8 +119,8 @@ class _Static:
     # The steps.
 
     def run_steps(self) -> None:
-        leaves, mesh = self.leaves(), self.on_mesh._mesh
-        inputs = self.on_mesh._enter(self.decision, leaves, self.hidden)
+        leaves, mesh = self.leaves(), ranks_of(self.on_mesh)
+        inputs = entered(self.on_mesh, self.entry, leaves, self.hidden)
         stepwise = Stepwise(self.partitioned, mesh, self.graph)
         before = torch.get_rng_state()
         with drawing(self.entry, leaves):
@@ -294,7 +295,7 @@ class _Static:
     def after_passes(self) -> Divergence | None:
         """The first instruction of a rank's listing that has other results than its step, and the pass that
         made it."""
-        plain = [listing(self.partitioned, rank) for rank in self.on_mesh._mesh.local_ranks]
+        plain = [listing(self.partitioned, rank) for rank in ranks_of(self.on_mesh).local_ranks]
         for name, after in _one_by_one(plain):
             found = self.run_listings(after)
             if found is not None:
@@ -304,8 +305,8 @@ class _Static:
         return None
 
     def run_listings(self, listings: Sequence[Listing]) -> Divergence | None:
-        mesh, leaves = self.on_mesh._mesh, self.leaves()
-        inputs = self.on_mesh._enter(self.decision, leaves, self.hidden)
+        mesh, leaves = ranks_of(self.on_mesh), self.leaves()
+        inputs = entered(self.on_mesh, self.entry, leaves, self.hidden)
         ranks = [
             {number: value.clone() for number, value in zip(made.inputs, values, strict=True)}
             for made, values in zip(listings, inputs, strict=True)

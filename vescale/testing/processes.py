@@ -6,6 +6,7 @@ Real ranks must have the bits of simulated ones, instruction by instruction: bot
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -33,18 +34,20 @@ class _Recipe:
     name: str
     static: bool
     donate: tuple[str, ...]
+    lanes: dict[str, int] | None
 
     @classmethod
     def of(cls, mode: Mode) -> _Recipe:
         plan = mode.plan
         parts = plan.params, plan.inputs, plan.outputs, plan.activations, plan.fsdp, plan.params_arg
-        return cls(tuple(axes_of(plan).items()), parts, mode.name, mode.static, mode.donate)
+        lanes = None if mode.lanes is None else dict(mode.lanes)
+        return cls(tuple(axes_of(plan).items()), parts, mode.name, mode.static, mode.donate, lanes)
 
     def mode(self) -> Mode:
         params, inputs, outputs, activations, fsdp, own = self.parts
         mesh = mesh_here(self.axes)
         plan = Plan(mesh, params, inputs, outputs, activations, fsdp=fsdp, params_arg=own)
-        return Mode(self.name, plan, self.static, self.donate)
+        return Mode(self.name, plan, self.static, self.donate, self.lanes)
 
 
 @cache
@@ -102,16 +105,23 @@ def first_unlike(
 ) -> tuple[Seen, int, Difference] | None:
     """The first instruction after which a real rank has other bits than the simulated one, that rank, and
     how."""
-    here = _observe(fn, mode, args, before)
+    here = observed(fn, mode, args, before)
     there = pool.run(_observe_here, fn, _Recipe.of(mode), args, before)[: mode.plan.mesh.abstract.size]
+    return first_unlike_seen(here, there)
+
+
+def first_unlike_seen(
+    here: Sequence[Seen], there: Sequence[Sequence[Seen]]
+) -> tuple[Seen, int, Difference] | None:
+    """The same of two runs of one program; `there` is what each process saw of its ranks."""
     for number, seen in enumerate(here):
-        for rank, instructions in enumerate(there):
+        for instructions in there:
             for value, locals in seen.locals.items():
-                found = instructions[number].locals[value][rank]
-                if wording(locals[rank], found) is None:
-                    apart = difference(locals[rank], found, zeros=True)
-                    if apart is not None:
-                        return seen, rank, apart
+                for rank, found in instructions[number].locals[value].items():
+                    if wording(locals[rank], found) is None:
+                        apart = difference(locals[rank], found, zeros=True)
+                        if apart is not None:
+                            return seen, rank, apart
     return None
 
 
@@ -119,10 +129,11 @@ def _observe_here(fn: Fn, recipe: _Recipe, args: tuple[Any, ...], before: Tensor
     mode = recipe.mode()
     if not mode.plan.hosted("assert_consistent").local_ranks:
         return []
-    return _observe(fn, mode, args, before)
+    return observed(fn, mode, args, before)
 
 
-def _observe(fn: Fn, mode: Mode, args: tuple[Any, ...], before: Tensor) -> list[Seen]:
+def observed(fn: Fn, mode: Mode, args: tuple[Any, ...], before: Tensor) -> list[Seen]:
+    """What each instruction of a call leaves on the ranks that are here."""
     found: list[Seen] = []
 
     def watch(seen: Observation) -> None:
@@ -138,4 +149,4 @@ def _observe(fn: Fn, mode: Mode, args: tuple[Any, ...], before: Tensor) -> list[
     return found
 
 
-__all__ = ["first_unlike", "run_on"]
+__all__ = ["first_unlike", "first_unlike_seen", "observed", "run_on"]

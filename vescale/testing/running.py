@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,10 +46,15 @@ class Mode:
     plan: Plan
     static: bool
     donate: tuple[str, ...] = ()
+    lanes: Mapping[str, int] | None = None
 
     def on_mesh(self, fn: Fn) -> Parallelized:
         """The function on the plan's mesh."""
-        return parallelize(fn, self.plan, static=self.static, donate=self.donate)
+        return parallelize(fn, self.plan, static=self.static, donate=self.donate, lanes=self.lanes)
+
+    def simulated(self) -> Mode:
+        """The same on simulated ranks."""
+        return replace(self, plan=simulated(self.plan))
 
 
 def run(fn: Fn, args: tuple[Any, ...], steps: int, before: Tensor) -> Iterator[Step]:

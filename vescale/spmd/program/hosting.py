@@ -297,6 +297,45 @@ def bind_exchanges(partitioned: Partitioned, mesh: LaneMesh, hostings: Sequence[
     return bound
 
 
+def bind_apart(partitioned: Partitioned, mesh: LaneMesh) -> list[list[Collective]]:
+    """What lanes do together at each step, where every lane has values of its own: see `bind_steps`."""
+    bound: list[list[Collective]] = []
+    ends: dict[int, Collective] = {}
+    untold = frozenset(_untold(partitioned)) & set(widths(mesh.abstract, mesh.hosts.abstract))
+    for step in partitioned.steps:
+        if isinstance(step, Map):
+            bound.append(bind_all(mapped_call(step.handle).traced, mesh, lambda variant: variant.graph))
+        elif isinstance(step, Start):
+            start, ends[step.ticket] = _halves_apart(tuple(move.step for move in step.moves), mesh, untold)
+            bound.append([start])
+        elif isinstance(step, Wait):
+            bound.append([ends[step.start.ticket]])
+        elif isinstance(step, Move) and step.step.is_collective:
+            run = bind_lanes((step.step,), mesh, untold=untold)
+            bound.append([lambda values, run=run: run([values])[0]])
+        elif isinstance(step, Draw):
+            bound.append([bind_draw(step, partitioned, mesh)])
+        else:
+            bound.append([])
+    return bound
+
+
+def _halves_apart(
+    moves: tuple[Any, ...], mesh: LaneMesh, untold: frozenset[str]
+) -> tuple[Collective, Collective]:
+    """All of an exchange is done at its start: who looks at values has no use for overlap."""
+    run = bind_lanes(moves, mesh, untold=untold)
+
+    def start(values: Any) -> Any:
+        results = list(zip(*run(list(zip(*values, strict=True))), strict=True))
+        return [results] * len(values)
+
+    def wait(tickets: Any) -> Any:
+        return tickets[0]
+
+    return start, wait
+
+
 class _Lanes:
     """Goes from what the ranks here yield to values by lane, and back to what each rank keeps."""
 

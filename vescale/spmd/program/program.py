@@ -27,7 +27,7 @@ from .cause import REFUSED
 from .codegen import generate
 from .draw import bind_draw
 from .emit import Call, Instruction, Listing, emit
-from .hosting import Hosting, bind_exchanges, host_listing
+from .hosting import Hosting, bind_apart, bind_exchanges, host_listing
 from .ir import Graph, Ref, TensorMeta, map_args
 from .mapped import (
     MappedTrace,
@@ -387,7 +387,12 @@ def source_of(partitioned: Partitioned, rank: int, hosts: AbstractMesh | None = 
 
 
 def bind_steps(partitioned: Partitioned, mesh: Mesh, reduction: str | None = None) -> list[list[Collective]]:
-    """What the hosted ranks do together at each step, in order: most steps have none."""
+    """What the hosted ranks do together at each step, in order: most steps have none.
+
+    On a mesh of lanes these are the ranks, each with values of its own.
+    """
+    if isinstance(mesh, LaneMesh):
+        return bind_apart(partitioned, mesh)
     bound: list[list[Collective]] = []
     waits: dict[int, Collective] = {}
     for step in partitioned.steps:

@@ -71,7 +71,7 @@ class Value:
         if self.mesh.is_simulated:
             return assemble(self.locals, self.layout)
         target = replicated(self.layout.mesh, self.layout.shape)
-        (whole,) = redistribute(list(self.locals.values()), self.layout, target, self.mesh)
+        whole, *_ = redistribute(list(self.locals.values()), self.layout, target, self.mesh)
         return whole
 
     def strays(self) -> tuple[int, ...]:
