@@ -35,7 +35,7 @@ def soon(condition: Callable[[], object]) -> None:
 def test_ranks_hear_each_other_and_who_leaves(store):
     places = ["in call 1 of f", "in call 2 of g"]
     one, other = (Heartbeat(store, rank, (0, 1), lambda rank=rank: places[rank], PERIOD) for rank in (0, 1))
-    one.listen(True)
+    one.listen("test", [1])
     soon(one.heard)
     (heard,) = one.heard()
     assert (heard.rank, heard.state, heard.at) == (1, "alive", "in call 2 of g")
@@ -45,7 +45,7 @@ def test_ranks_hear_each_other_and_who_leaves(store):
     other.end("it closed its mesh")
     soon(one.gone)
     assert (one.heard()[0].state, one.heard()[0].why) == ("left", "it closed its mesh")
-    one.listen(False)
+    one.listen("test", [])
     one.wait_for_others(True)
     again = Heartbeat(store, 1, (0, 1), str, PERIOD)  # a new mesh in the same world
     soon(lambda: not one.gone())
@@ -55,7 +55,7 @@ def test_ranks_hear_each_other_and_who_leaves(store):
 
 def test_a_heart_that_stops_is_quiet(store):
     one, other = (Heartbeat(store, rank, (0, 1), str, PERIOD) for rank in (0, 1))
-    one.listen(True)
+    one.listen("test", [1])
     soon(one.heard)
     other._ended.set()  # as if it had been killed: it beats once more, and doesn't say that it leaves
     other._thread.join()

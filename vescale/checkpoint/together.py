@@ -7,7 +7,6 @@ What fails on one rank is the same error on all of them.
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -17,9 +16,12 @@ import torch.distributed as dist
 
 from .. import _errors
 from .._errors import ArgumentError, CheckpointError, ConsistencyError, VescaleError, explain
+from ..spmd import world
+from ..spmd.agree import no_word
 from ..spmd.dtensor import DTensor
 from ..spmd.layout import AbstractMesh
 from ..spmd.mesh import Mesh
+from ..spmd.records import Missing, gather
 
 T = TypeVar("T")
 
@@ -43,6 +45,9 @@ class Together:
         name = f"vescale/checkpoint/{','.join(map(str, self.mesh.world_ranks))}"
         self._key = f"{name}/{_begun[name]}"
         self._phases = 0
+        # As they are now: the mesh may be closed while a thread still saves.
+        self._store = self.mesh.store
+        self._timeout = world.store_timeout(self._store)
         _begun[name] += 1
 
     def all(self, phase: str, work: Callable[[], T]) -> list[T]:
@@ -85,47 +90,24 @@ class Together:
             raise getattr(_errors, told[0], CheckpointError)(told[1]) from mine
 
     def _exchanged(self, phase: str, record: list[Any]) -> list[Any]:
-        try:
-            return self._exchange(phase, record)
-        except VescaleError:
-            raise
-        except (dist.DistError, RuntimeError) as error:
-            raise ConsistencyError(
-                explain(
-                    f"no answer from the process group's store: {' '.join(str(error).split())[:200]}",
-                    where=f"{self.call} ({phase}), on rank {self.rank}",
-                    rule="ranks agree through it, so its process lives as long as they do",
-                    remedy="look at the process that hosts the store, rank 0 or the launcher",
-                )
-            ) from error
-
-    def _exchange(self, phase: str, record: list[Any]) -> list[Any]:
         assert self.mesh is not None
-        store, number = self.mesh.store, self._phases
+        number = self._phases
         self._phases += 1
         # By number: ranks whose calls differ have other phases, and hear of that in the first one.
         keys = [f"{self._key}/{number}/{rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], json.dumps(record))
-        end, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
-        # Not a blocking get: it would keep the store from the thread on which programs run.
-        while not store.check(keys):
-            if time.monotonic() > end:
-                missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-                raise ConsistencyError(
-                    explain(
-                        f"no word from rank {', '.join(missing)}",
-                        where=f"{self.call} ({phase})",
-                        rule="every rank of the mesh takes part, within the timeout of the process group",
-                        remedy="look for a rank that has failed, or a branch that depends on the rank",
-                    )
-                )
-            time.sleep(pause)
-            pause = min(pause * 2, 0.05)
-        answers = [json.loads(store.get(key)) for key in keys]
-        # Who has told this phase has read all of the one before.
-        if number:
-            store.delete_key(f"{self._key}/{number - 1}/{self.rank}")
-        return answers
+        write = keys[self.rank], json.dumps(record)
+        try:
+            # A rank that has closed its mesh may still be writing: it isn't out of step.
+            found = gather(
+                self._store, keys, self.mesh.world_ranks, self._timeout, write=write, in_step=False
+            )
+            # Who has told this phase has read all of the one before.
+            if number:
+                self._store.delete_key(f"{self._key}/{number - 1}/{self.rank}")
+        except (Missing, RuntimeError) as error:
+            where = f"{self.call} ({phase}), on rank {self.rank}"
+            raise no_word(where, error, in_step=False) from None
+        return [json.loads(answer) for answer in found]
 
 
 def mesh_of(leaves: Iterable[Any], mesh: Mesh | None) -> Mesh | None:

@@ -98,7 +98,7 @@ def _ranks() -> Iterator[Finding]:
     mesh = make_mesh({"ranks": world.size()})
     heart = heartbeat.current()
     assert heart is not None  # more than one process, and an open mesh
-    heart.listen(True)
+    heart.listen(None, heart.members)
     end = time.monotonic() + min(world.timeout(), 20)
     while len(heart.heard()) < mesh.size - 1 and time.monotonic() < end:
         time.sleep(heart.period / 4)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import bdb
+import math
 import pdb
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
@@ -17,9 +17,11 @@ from torch import Tensor
 from .. import _tree
 from .._compat import base_tensor, outside_functorch
 from .._errors import ArgumentError, ConsistencyError, TraceError, explain
+from ..spmd.agree import no_word
 from ..spmd.dtensor import DTensor
 from ..spmd.mesh import Mesh
 from ..spmd.program.trace import current_trace, is_recording, user_line
+from ..spmd.records import Missing, gather
 from ..spmd.varying import is_mapped
 
 MAX_LEAVES = 30  # of the variables that are shown on entry
@@ -80,9 +82,11 @@ def _stop(debugger: _Debugger, mesh: Mesh, frame: FrameType, rank: int) -> None:
     key = f"vescale/breakpoint/{name}/{_stops[name]}"
     _stops[name] += 1
     if mesh.rank != rank:
-        while not mesh.store.check([key]):
-            time.sleep(0.05)
-        if mesh.store.get(key) != b"go":
+        try:  # for as long as it likes, while it lives
+            (told,) = gather(mesh.store, [key], [mesh.world_ranks[rank]], math.inf, in_step=False)
+        except (Missing, RuntimeError) as error:
+            raise no_word("vs.debug.breakpoint", error) from None
+        if told != b"go":
             raise ConsistencyError(
                 explain(f"rank {rank} left the debugger with q", where=user_line(), rule="q ends the run")
             )

@@ -14,14 +14,14 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .._compat import base_tensor, outside_functorch
 from .._errors import ConsistencyError, PeerError, explain
-from . import watch
+from . import watch, world
 from .bits import in_a_row
 from .mesh import Mesh
+from .records import Missing, gather
 
 # How often each mesh has been asked, so that every exchange has keys of its own. Equal meshes share
 # one count: every rank asks in the same order, whichever of them it asks.
@@ -31,16 +31,18 @@ _asked: Counter[str] = Counter()
 def exchange(mesh: Mesh, what: str, record: Any) -> list[Any]:
     """The records of all ranks of a mesh of processes, in order of rank; JSON values.
 
-    Raises ConsistencyError when a rank says nothing within the store's timeout, or is asked about
-    something else than `what`.
+    Raises PeerError when a rank dies, or says nothing within `VESCALE_TIMEOUT` (else the store's
+    timeout), and ConsistencyError when one is asked about something else than `what`.
     """
     watch.begin()
     key, call = _next(mesh)
+    store, keys = mesh.store, [key(call, rank) for rank in range(mesh.size)]
+    write = keys[mesh.rank], json.dumps([what, record])
     try:
-        answers = watch.ask(lambda: _gather(mesh, json.dumps([what, record]), key, call), mesh.world_ranks)
-    except _Missing as error:
-        raise _no_word(mesh, what, error) from error.__cause__
-    answers = [json.loads(answer) for answer in answers]
+        found = gather(store, keys, mesh.world_ranks, world.store_timeout(store), write=write)
+    except (Missing, RuntimeError) as error:
+        raise no_word(what, error) from None
+    answers = [json.loads(answer) for answer in found]
     failed = {rank: answer[1] for rank, answer in enumerate(answers) if answer[0] is None}
     if failed:
         rank, error = next(iter(failed.items()))
@@ -79,39 +81,28 @@ def give_up(mesh: Mesh, error: BaseException) -> None:
             watch.ask(lambda: mesh.store.set(key(call, mesh.rank), record), ())
 
 
-class _Missing(Exception):
-    """The store has no record of some ranks, listed; of none when it doesn't answer at all."""
+def no_word(where: str, why: Exception, *, in_step: bool = True) -> PeerError:
+    """The error for records that `gather` did not get, with what the heartbeats of the ranks say.
 
-
-def _gather(mesh: Mesh, record: str, key: Callable[[int, int], str], call: int) -> list[Any]:
-    """Write this rank's record and read those of all."""
-    store = mesh.store
-    keys = [key(call, rank) for rank in range(mesh.size)]
-    try:
-        store.set(keys[mesh.rank], record)
-        # One round trip where the store can (a file store cannot).
-        return store.multi_get(keys) if store.has_extended_api() else [store.get(k) for k in keys]
-    except (dist.DistError, RuntimeError) as error:
-        missing: list[int] = []
-        with suppress(dist.DistError, RuntimeError):
-            missing = [rank for rank, k in enumerate(keys) if not store.check([k])]
-        raise _Missing(missing) from error
-
-
-def _no_word(mesh: Mesh, what: str, missing: _Missing) -> PeerError:
-    """The error about ranks that wrote no record, with what their heartbeats say."""
-    (ranks,) = missing.args
-    others, _ = watch.others()
-    said = f"no word from rank {', '.join(map(str, ranks))}" if ranks else f"no answer: {missing.__cause__}"
+    With `in_step` no collective follows: this process has given up what its peers may go on with.
+    """
+    missing = why.ranks if isinstance(why, Missing) else ()
+    if missing:
+        said = f"no word from rank {', '.join(map(str, missing))}"
+    else:
+        said = f"no answer from the process group's store: {' '.join(str(why).split())[:200] or 'it hangs'}"
+    if in_step:
+        watch.give_up(said)
+    others, ranks = watch.others()
     error = PeerError(
         explain(
             "\n  ".join(part for part in (said, others) if part),
-            where=what,
-            rule="every rank of the mesh makes the same calls in the same order",
-            remedy="look for a branch that depends on the rank, or a rank that has failed",
+            where=where,
+            rule="every rank of the mesh makes the same calls in the same order, and none dies",
+            remedy="look for a rank that has failed, or a branch that depends on the rank",
         )
     )
-    error.ranks = tuple(mesh.world_ranks[rank] for rank in ranks)
+    error.ranks = missing or ranks
     return error
 
 

@@ -2,9 +2,10 @@
 
 One thread a process, on a connection to the store of its own, sets one small key every `period` seconds. It
 reads those of the others only when this process waits for them: a counter of alarms, one key, each
-period; all ranks, when the counter has moved or a collective has failed. No other thread of the process uses
-this connection, and what the thread has read is a dict in memory. A store that hangs, because the process
-that hosts it is gone or stopped, therefore hangs nobody else.
+period; all ranks, when the counter has moved or a collective has failed; and those whose records are awaited
+(see `records`). No other thread of the process uses this connection, and what the thread has read is a dict
+in memory. A store that hangs, because the process that hosts it is gone or stopped, therefore hangs nobody
+else.
 
 A process that is killed, stopped or gone stops beating. One that ends in order says that it has left, and
 one whose collective failed says so, and both raise the alarm.
@@ -69,8 +70,11 @@ class Heartbeat:
         self._state: State = "alive"
         self._why = self._at = ""
         self._beats = self._raised = self._answered_to = 0
-        self._heard: dict[int, tuple[dict[str, Any], float]] = {}  # what each said, when that was new
-        self._waiting = self._listening = False
+        # What each said, when that was new, and how often it has said nothing new since.
+        self._heard: dict[int, tuple[dict[str, Any], float, int]] = {}
+        self._waiting = False
+        self._listeners: dict[object, frozenset[int]] = {}
+        self._hearing = threading.Lock()  # listeners are on several threads
         self._answered = time.monotonic()
         self._fault = ""
         self._ended, self._wake = threading.Event(), threading.Event()
@@ -81,12 +85,21 @@ class Heartbeat:
         """Whether this process waits for the others: then it hears of alarms."""
         self._waiting = waiting
 
-    def listen(self, listening: bool) -> None:
-        """Whether to hear all ranks each period."""
-        if listening and not self._listening:
-            self._heard.clear()  # how long they are quiet is counted from now on
-        self._listening = listening
-        self._wake.set()
+    def listen(self, listener: object, ranks: Iterable[int]) -> None:
+        """Hear these ranks each period, for `listener`, on whatever thread it is; none: no more."""
+        with self._hearing:
+            before = self._listened_to()
+            self._listeners.pop(listener, None)
+            if wanted := frozenset(ranks) - {self.rank}:
+                self._listeners[listener] = wanted
+            new = wanted - before
+            for rank in new:
+                self._heard.pop(rank, None)  # how long it is quiet is counted from now on
+        if new:
+            self._wake.set()
+
+    def _listened_to(self) -> frozenset[int]:
+        return frozenset().union(*self._listeners.values())
 
     def fail(self, why: str) -> None:
         """Tell the others that a collective failed here."""
@@ -105,12 +118,23 @@ class Heartbeat:
         now = time.monotonic()
         return [
             Heard(rank, said["state"], said["at"], said["why"], said["clock"], now - since)
-            for rank, (said, since) in sorted(self._heard.copy().items())
+            for rank, (said, since, _) in sorted(self._heard.copy().items())
         ]
 
     def gone(self) -> set[int]:
         """The ranks that won't come to a collective any more: they have left, or failed in one."""
-        return {rank for rank, (said, _) in self._heard.copy().items() if said["state"] != "alive"}
+        return {rank for rank, (said, *_) in self._heard.copy().items() if said["state"] != "alive"}
+
+    def silent(self, seconds: float) -> set[int]:
+        """The ranks that we listen to and that neither beat for so long nor said that they leave.
+
+        Counted in our own beats: while we, or the whole machine, stood still nobody else was silent.
+        """
+        return {
+            rank
+            for rank, (said, _, missed) in self._heard.copy().items()
+            if said["state"] == "alive" and missed * self.period >= seconds
+        }
 
     @property
     def store_fault(self) -> str:
@@ -134,11 +158,13 @@ class Heartbeat:
                 if raised > told:
                     told = raised
                     self._store.add("vescale/heart/alarms", 1)
-                # Who was gone may be back: with new meshes in the same world.
-                if not ending and (
-                    self._listening or (self._waiting and (self._alarmed() or bool(self.gone())))
-                ):
-                    self._hear()
+                if not ending:
+                    with self._hearing:
+                        wanted = self._listened_to()
+                    # Who was gone may be back: with new meshes in the same world.
+                    if self._waiting and (self._alarmed() or self.gone()):
+                        wanted |= self.members
+                    self._hear(wanted - {self.rank})
                 self._answered, self._fault = time.monotonic(), ""
             except Exception as error:  # whatever ails the store is for those who ask to word
                 self._fault = " ".join(str(error).split())[:200] or type(error).__name__
@@ -166,13 +192,15 @@ class Heartbeat:
         before, self._answered_to = self._answered_to, alarms
         return alarms != before
 
-    def _hear(self) -> None:
-        for rank in sorted(self.members - {self.rank}):
+    def _hear(self, ranks: Iterable[int]) -> None:
+        for rank in sorted(ranks):
             if not self._store.check([_key(rank)]):
                 continue
             said = json.loads(self._store.get(_key(rank)))
-            if self._heard.get(rank, ({}, 0.0))[0] != said:
-                self._heard[rank] = said, time.monotonic()
+            with self._hearing:
+                before, since, missed = self._heard.get(rank, ({}, 0.0, 0))
+                new = before != said
+                self._heard[rank] = (said, time.monotonic(), 0) if new else (said, since, missed + 1)
 
 
 def _key(rank: int) -> str:

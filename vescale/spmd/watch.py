@@ -185,12 +185,8 @@ def _wait(over: Callable[[], bool], heart: heartbeat.Heartbeat, members: Sequenc
 
 def failure(error: object) -> PeerError:
     """The error for a collective that failed, with what the other ranks say; this takes some seconds."""
-    global _broken
-    at, told = str(here), _brief(error)
-    _broken = told
-    heart = heartbeat.current()
-    if heart is not None:
-        heart.fail(told)
+    at, told, heart = str(here), _brief(error), heartbeat.current()
+    give_up(told)
     found, ranks = others()
     made = PeerError(
         explain(
@@ -205,17 +201,27 @@ def failure(error: object) -> PeerError:
     return made
 
 
+def give_up(why: str) -> None:
+    """No collective after this, and the others are told: this process is no longer in step with them."""
+    global _broken
+    _broken = why
+    heart = heartbeat.current()
+    if heart is not None:
+        heart.fail(why)
+
+
 def others() -> tuple[str, tuple[int, ...]]:
     """What the other ranks say, the likely cause first, and which ranks that is; listens for some seconds."""
     heart = heartbeat.current()
     if heart is None:
         return "", ()
-    heart.listen(True)
+    listener = object()
+    heart.listen(listener, heart.members)
     limit = SILENCE * heart.period
     end = time.monotonic() + limit + 2 * heart.period
     while time.monotonic() < end and not heart.store_fault:
         time.sleep(heart.period / 4)
-    heart.listen(False)
+    heart.listen(listener, ())
     heard, fault = heart.heard(), heart.store_fault
     left = [one for one in heard if one.state == "left"]
     silent = [one for one in heard if one.state == "alive" and one.quiet >= limit]

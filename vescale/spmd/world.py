@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,11 @@ def timeout() -> float:
     `VESCALE_TIMEOUT`, else the timeout of the process group, which is 300 when it is made here.
     """
     return _asked() or _compat.group_timeout(dist.group.WORLD).total_seconds()
+
+
+def store_timeout(store: Any) -> float:
+    """Seconds that a rank waits for what others write into the store: `VESCALE_TIMEOUT`, else the store's."""
+    return _asked() or store.timeout.total_seconds()
 
 
 def _asked() -> float | None:
