@@ -69,7 +69,7 @@ class Stager(Protocol):
         ...
 
     def grouped(
-        self, buckets: tuple[Any, ...], mesh: AbstractMesh, outside: Callable[[Layout], Layout]
+        self, buckets: Sequence[Any], mesh: AbstractMesh, outside: Callable[[Layout], Layout]
     ) -> tuple[Any, ...]:
         """The buckets of lanes as those of the ranks of `mesh` that host them, see `lanes`."""
         ...
