@@ -84,7 +84,7 @@ def ragged(axes, mat, more, vec):
 
 PLANS = {
     "4": tiles({"dp": 4}, 2, 3),
-    "4, other blocks": tiles({"dp": 4}, 4, 6),
+    "4, other blocks": tiles({"dp": 4}, 12, 3),
     "1": tiles({"dp": 1}, 2, 3),
     "2, other blocks": tiles({"dp": 2}, 8, 3),
     "3, ragged": ragged({"dp": 3}, (1, 0, 2), (0, 1, 0), (4, 0, 2)),
