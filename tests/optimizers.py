@@ -55,6 +55,10 @@ OPTIMIZERS = {
     "adamw_8bit": Case(lambda lr: optim.adamw_8bit(lr, block=1, min_elements=8), elementwise=False),
     "clipped": Case(clipped, bound=1e-6, elementwise=False),
     "by_label": Case(by_label),
+    # Tiles that no cut of the matrix goes through, every one with its own scales, short ones too.
+    "adamw_8bit": Case(
+        matrices(lambda lr: optim.adamw_8bit(lr, block=(1, 3), min_elements=1)), elementwise=False
+    ),
     "muon": Case(matrices(lambda lr: optim.muon(lr, weight_decay=0.0)), gpt=0.02, elementwise=False),
     "shampoo": Case(matrices(lambda lr: optim.shampoo(lr, update_interval=2)), elementwise=False),
 }

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -167,7 +168,17 @@ def misuse(path, kind):
         target = big(mesh, 0.0)
         found = outcome(lambda: vs.checkpoint.load(target, path, in_place=True))
         return found if not target["big"].to_local().any() else "half loaded"
-    return outcome(lambda: vs.checkpoint.load({**big(mesh, 0.0), "more": torch.zeros(2)}, path))
+    target = {**big(mesh, 0.0), **MISFITS[kind]}
+    found = outcome(lambda: vs.checkpoint.load(target, path, in_place=True))
+    return "half loaded" if "big" not in MISFITS[kind] and target["big"].to_local().any() else found
+
+
+MISFITS = {
+    "more": {"more": torch.zeros(2)},
+    "shape": {"big": torch.zeros(5)},
+    "dtype": {"big": torch.zeros(4 * files.BLOCK // 4, 4, dtype=torch.float64)},
+    "kind": {"step": 1.0},
+}
 
 
 def full(*_):
@@ -195,19 +206,48 @@ def save_big(path):
     vs.checkpoint.save(big(world_mesh((("dp", 4),))), path)
 
 
-def test_damage_that_one_rank_sees_is_one_error_on_all_and_nothing_is_loaded(pool, tmp_path):
-    path = tmp_path / "big"
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "big"
     pool.run(save_big, path)
-    data = bytearray((path / "00002.bin").read_bytes())
-    data[5] ^= 1
-    (path / "00002.bin").write_bytes(data)
+    return path
+
+
+DAMAGE = {
+    "flipped": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "cut": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "gone": None,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_one_error_on_all_ranks_and_nothing_is_loaded(pool, saved, tmp_path, how):
+    path = shutil.copytree(saved, tmp_path / "big")
+    file = path / "00002.bin"
+    if (damage := DAMAGE[how]) is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
     answers = pool.run(misuse, path, "load")
     assert len(set(answers)) == 1
     assert "CheckpointError: tensor 'big'" in answers[0]
-    assert "00002.bin has other bytes" in answers[0]
-    answers = pool.run(misuse, path, "more")
+    assert "00002.bin" in answers[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("more", "no 'more'"),
+        ("shape", r"'big' is float32 of shape \(\d+, 4\), not float32 of shape \(5,\)"),
+        ("dtype", "'big' is float32 of shape .*, not float64"),
+        ("kind", "'step' is int, not float"),
+    ],
+)
+def test_what_does_not_fit_is_one_error_on_all_ranks_and_nothing_is_loaded(pool, saved, kind, says):
+    answers = pool.run(misuse, saved, kind)
     assert len(set(answers)) == 1
-    assert "no 'more'" in answers[0]
+    assert re.search(f"CheckpointError: .*{says}", answers[0]), answers[0]
 
 
 def comes_late(path):

@@ -10,6 +10,7 @@ from vescale import _tree
 from vescale.optim import (
     adam,
     adamw,
+    adamw_8bit,
     all_finite,
     apply_updates,
     chain,
@@ -18,6 +19,7 @@ from vescale.optim import (
     freeze,
     global_norm,
     loss_scale,
+    muon,
     partition,
     scale,
     schedules,
@@ -323,6 +325,8 @@ INNER = {
     "negative rate": lambda: chain(sgd(0.1), scale(-1.0)),
     "adamw": lambda: adamw(0.1, amsgrad=True),
     "schedule": lambda: adam(schedules.linear(0.1, 0.0, 9)),
+    "8 bit": lambda: adamw_8bit(0.1, block=(2, 2), min_elements=4, stochastic_rounding=vs.rng.key(1)),
+    "matrices": lambda: partition(lambda path, p: p.dim() > 1, {True: muon(0.1), False: sgd(0.1, 0.9)}),
     "partition": lambda: partition(
         {r".*weight": 0, "head": 2, ".*": 1}, {0: sgd(0.1), 1: adamw(0.1), 2: None}
     ),

@@ -74,6 +74,18 @@ def test_what_stays_float32_is_updated_as_by_adamw():
         torch.testing.assert_close(found[0][name], found[1][name], rtol=0, atol=0)
 
 
+def test_4096_elements_are_quantized_and_4095_are_not_however_few_a_rank_has():
+    mesh, opt = vs.make_mesh({"dp": 4}), vs.optim.adamw_8bit(LR)
+    params = {"less": torch.ones(63, 65), "more": torch.ones(128, 32)}
+    placed = vs.distribute(params, vs.Plan(mesh, {".*": vs.P(dp=vs.RaggedShard.on_rank(1, 4))}))
+    rows = {"more": vs.distribute_tensor(params["more"], mesh, vs.P(dp=vs.Shard(0)))}  # 1,024 a rank
+    for tree in (params, placed, {**placed, **rows}):
+        state = opt.init(tree)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert [state[moment][name].dtype for name in params] == [torch.float32, torch.uint8]
+            assert list(state[f"{moment}_scale"]) == ["more"]
+
+
 def draws(t, number, shape, quantized=4):
     keys = vs.rng.split(vs.rng.fold_in(KEY, t), 2 * quantized)
     return vs.rng.uniform(keys[number], shape)
