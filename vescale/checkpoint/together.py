@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from .. import _errors
 from .._errors import ArgumentError, CheckpointError, ConsistencyError, VescaleError, explain
+from ..spmd import world
 from ..spmd.dtensor import DTensor
 from ..spmd.layout import AbstractMesh
 from ..spmd.mesh import Mesh
@@ -106,7 +107,8 @@ class Together:
         # By number: ranks whose calls differ have other phases, and hear of that in the first one.
         keys = [f"{self._key}/{number}/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], json.dumps(record))
-        end, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
+        limit = min(store.timeout.total_seconds(), world.timeout())
+        end, pause = time.monotonic() + limit, 0.001
         # Not a blocking get: it would keep the store from the thread on which programs run.
         while not store.check(keys):
             if time.monotonic() > end:
@@ -115,7 +117,7 @@ class Together:
                     explain(
                         f"no word from rank {', '.join(missing)}",
                         where=f"{self.call} ({phase})",
-                        rule="every rank of the mesh takes part, within the timeout of the process group",
+                        rule=f"every rank of the mesh takes part, within the timeout of {limit:g} s",
                         remedy="look for a rank that has failed, or a branch that depends on the rank",
                     )
                 )
