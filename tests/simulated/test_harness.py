@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import vescale as vs
-from tests.faults import FAULTS, aten, noisy, rules, whole
+from tests import gpt
+from tests.faults import FAULTS, aten, exchanges, noisy, rules, whole
 from vescale._errors import ArgumentError
 from vescale.spmd.placements import P, Shard
 from vescale.spmd.program import draw, passes, program
@@ -142,6 +143,26 @@ def test_a_fault_behind_rounding_is_found(monkeypatch):
         vs.testing.assert_consistent(fn, args, plan, static=[True])
     assert caught.value.divergence.op == "aten.add.Tensor"
     assert not caught.value.divergence.excused
+
+
+@pytest.mark.parametrize(
+    ("axis", "shape", "line"), [("tp", (8, 16, 64), "blocks.0.attn.proj"), ("dp", (64,), "test_harness.py:")]
+)
+def test_missing_reductions_of_a_gpt_are_found(axis, shape, line, monkeypatch):
+    """The first of those of one shape, where most bits before it differ by rounding."""
+    model = gpt.make_model()
+    fn = vs.value_and_grad(lambda params, batch: torch.func.functional_call(model, params, batch))
+    mesh = vs.make_mesh({"dp": 2, "tp": 2}, backend="simulated")
+    plan = vs.Plan(mesh, gpt.TP, {"batch": P(dp=Shard(0))})
+    keep = lambda run, values, step: [value.clone() for value in values]  # noqa: E731
+    exchanges(monkeypatch, "all_reduce", keep, lambda s: (s.axes, s.src.shape) == ((axis,), shape))
+    with passes.verifying(False), pytest.raises(vs.testing.Inconsistent) as caught:
+        vs.testing.assert_consistent(fn, [gpt.parameters(model), gpt.batch(0)[:8]], plan, static=[True])
+    found = caught.value.divergence
+    assert found.op == f"all_reduce over {axis}"
+    assert line in found.line
+    assert "replicas differ" in found.why
+    assert not found.excused
 
 
 def test_what_differs_beside_plain_torch_is_told():
