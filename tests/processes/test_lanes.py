@@ -154,6 +154,35 @@ def test_no_more_on_the_wire_than_without_lanes(pool, case, ranks):
         assert case == "fsdp" or more == count
 
 
+def sent_for_a_gradient(ranks):
+    """Bytes that a rank sends for the gradient of one replicated matrix, and of one that FSDP splits.
+
+    Small ones are gathered and summed by each rank, so this one isn't.
+    """
+    mesh = world_mesh((("dp", ranks),))
+    if not mesh.local_ranks:
+        return None
+    w, counts = {"w": torch.ones(128, 256)}, []
+    for fsdp in (None, vs.FSDP("dp")):
+        plan = vs.Plan(mesh, inputs={"x": vs.P(dp=vs.Shard(0))}, fsdp=fsdp)
+        loss = lambda params, x: (x @ params["w"]).square().sum()  # noqa: E731
+        step = vs.parallelize(vs.grad(loss), plan, lanes={"dp": LANES})
+        params, x = vs.distribute(w, step.plan), torch.ones(8, 128)
+        step(params, x)
+        with Wire() as wire:
+            step(params, x)
+        counts.append(wire.sent)
+    return counts
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_wire_has_what_a_reduce_scatter_and_an_all_gather_need(pool, ranks):
+    """A rank sends each of the others its part of the sum, and then its own part: the least there is."""
+    part = 128 * 256 * 4 // ranks
+    for found in pool.run(sent_for_a_gradient, ranks):
+        assert found in (None, [2 * (ranks - 1) * part] * 2)
+
+
 def natively():
     mesh = world_mesh((("dp", 4),))
     placed = vs.Plan(mesh, inputs={"x": vs.P(dp=vs.Shard(0))})

@@ -55,7 +55,8 @@ def test_stops_and_goes_on_elsewhere(optimizer, tmp_path):
     assert abs(loss - whole.curves["vescale"][2]) < 1e-4
 
 
-def test_one_hash_on_any_mesh():
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_one_hash_on_any_mesh(optimizer):
     options = {
         "steps": 2,
         "batch": 8,
@@ -64,6 +65,7 @@ def test_one_hash_on_any_mesh():
         "blocks": 1,
         "compare": False,
         "dropout": 0.1,
+        "optimizer": optimizer,
     }
     one, four = (train_gpt.train(vs.make_mesh({"dp": ranks}), **options).hash for ranks in (1, 4))
     assert one == four

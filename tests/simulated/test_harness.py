@@ -1,5 +1,6 @@
 """The harness finds what is planted, at the right instruction, and nothing in consistent programs."""
 
+import inspect
 import re
 from dataclasses import replace
 
@@ -8,7 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import vescale as vs
-from tests.faults import FAULTS, aten, noisy, rules, whole
+from tests import gpt
+from tests.faults import FAULTS, aten, exchanges, noisy, rules, whole
 from vescale._errors import ArgumentError
 from vescale.spmd import hosted, lane_boundary
 from vescale.spmd.placements import P, Shard
@@ -28,7 +30,18 @@ def test_a_fault_is_found_and_named(planted, monkeypatch):
     assert not found.excused, caught.value
     assert planted.op in found.op, caught.value
     assert planted.why in found.why, caught.value
-    assert not planted.line or "faults.py:" in found.line, caught.value
+    named = re.search(r"faults\.py:(\d+) in ", found.line)
+    assert (int(named[1]) if named else None) in (lines_of(planted.fn.__code__) if planted.line else [None])
+
+
+def lines_of(code):
+    """The lines of a function, and of those that are written in it."""
+    inside = [lines_of(one) for one in code.co_consts if inspect.iscode(one)]
+    return {line for *_, line in code.co_lines() if line is not None}.union(*inside)
+
+
+def test_twenty_faults_are_planted():
+    assert len({planted.name for planted in FAULTS}) == len(FAULTS) >= 20
 
 
 def random_program(data):
@@ -131,6 +144,26 @@ def test_a_fault_behind_rounding_is_found(monkeypatch):
         vs.testing.assert_consistent(fn, args, plan, static=[True])
     assert caught.value.divergence.op == "aten.add.Tensor"
     assert not caught.value.divergence.excused
+
+
+@pytest.mark.parametrize(
+    ("axis", "shape", "line"), [("tp", (8, 16, 64), "blocks.0.attn.proj"), ("dp", (64,), "test_harness.py:")]
+)
+def test_missing_reductions_of_a_gpt_are_found(axis, shape, line, monkeypatch):
+    """The first of those of one shape, where most bits before it differ by rounding."""
+    model = gpt.make_model()
+    fn = vs.value_and_grad(lambda params, batch: torch.func.functional_call(model, params, batch))
+    mesh = vs.make_mesh({"dp": 2, "tp": 2}, backend="simulated")
+    plan = vs.Plan(mesh, gpt.TP, {"batch": P(dp=Shard(0))})
+    keep = lambda run, values, step: [value.clone() for value in values]  # noqa: E731
+    exchanges(monkeypatch, "all_reduce", keep, lambda s: (s.axes, s.src.shape) == ((axis,), shape))
+    with passes.verifying(False), pytest.raises(vs.testing.Inconsistent) as caught:
+        vs.testing.assert_consistent(fn, [gpt.parameters(model), gpt.batch(0)[:8]], plan, static=[True])
+    found = caught.value.divergence
+    assert found.op == f"all_reduce over {axis}"
+    assert line in found.line
+    assert "replicas differ" in found.why
+    assert not found.excused
 
 
 def test_what_differs_beside_plain_torch_is_told():
