@@ -84,14 +84,14 @@ def give_up(mesh: Mesh, error: BaseException) -> None:
 def no_word(where: str, why: Exception, *, in_step: bool = True) -> PeerError:
     """The error for records that `gather` did not get, with what the heartbeats of the ranks say.
 
-    With `in_step` no collective follows: this process has given up what its peers may go on with.
+    With `in_step` no collective follows one that was waited for in vain: the peers may go on with it.
     """
     missing = why.ranks if isinstance(why, Missing) else ()
     if missing:
         said = f"no word from rank {', '.join(map(str, missing))}"
     else:
         said = f"no answer from the process group's store: {' '.join(str(why).split())[:200] or 'it hangs'}"
-    if in_step:
+    if in_step and isinstance(why, Missing):
         watch.give_up(said)
     others, ranks = watch.others()
     error = PeerError(
