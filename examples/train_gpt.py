@@ -27,6 +27,7 @@ import vescale as vs
 
 LR = 1e-3
 MATRICES = r"blocks\..*\.weight"  # what Muon and Shampoo are for; the rest has AdamW
+OPTIMIZERS = ("adamw", "adamw_8bit", "muon", "shampoo")
 LABELS = {r".*\.ln\d\.weight": "other", MATRICES: "matrix", r".*": "other"}
 
 
@@ -92,6 +93,8 @@ def train(
         saved = vs.checkpoint.load(saved, vs.checkpoint.latest(folder) or f"{folder}: no step is there")
         params, opt_state, done = saved["params"], saved["opt_state"], saved["done"]
         generator.set_state(saved["torch"].get_state())
+        if done >= steps:
+            raise SystemExit(f"{folder} has {done} steps already, of --steps {steps}")
 
     def validate() -> float:
         model.eval()
@@ -131,8 +134,9 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     flags = {"mesh": "dp=2,tp=2", "steps": 100, "batch": 8, "seed": 0, "dtype": "float32", "blocks": 4}
-    for flag, x in (flags | {"dropout": 0.0, "optimizer": "adamw", "lanes": 0, "save-every": 0}).items():
+    for flag, x in (flags | {"dropout": 0.0, "lanes": 0, "save-every": 0}).items():
         parser.add_argument(f"--{flag}", type=type(x), default=x, help=f"default: {x}")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
     for flag, x in {"compare": True, "hash": False, "resume": False}.items():
         parser.add_argument(f"--{flag}", action=argparse.BooleanOptionalAction, default=x)
     options = vars(parser.parse_args())

@@ -80,3 +80,17 @@ def near_misses(name: str, candidates: Iterable[str], limit: int = 3) -> list[st
     ['blocks.0.fc1']
     """
     return difflib.get_close_matches(name, sorted(set(candidates)), n=limit, cutoff=0.4)
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """The near misses of `name` as a remedy; where there are none, what there is instead.
+
+    >>> nearest("block.0.fc1", ["blocks.0.fc1", "head"])
+    'near: blocks.0.fc1'
+    >>> nearest("zzz", ["blocks.0.fc1", "head"])
+    'there are blocks.0.fc1, head'
+    """
+    names = list(dict.fromkeys(candidates))
+    if near := near_misses(name, names):
+        return f"near: {', '.join(near)}"
+    return f"there are {', '.join(names[:8]) or 'none'}{', ...' if len(names) > 8 else ''}"

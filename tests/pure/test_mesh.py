@@ -40,7 +40,9 @@ def test_a_simulated_mesh():
     mesh.close()
 
 
-@pytest.mark.parametrize("shape", [{}, {"dp": 0}, {"dp": -1}, {"dp": 2.0}, {"dp": True}, {"d p": 2}, {1: 2}])
+@pytest.mark.parametrize(
+    "shape", [{}, {"dp": 0}, {"dp": -1}, {"dp": 2.0}, {"dp": True}, {"d p": 2}, {1: 2}, (2, 2)]
+)
 def test_shapes_that_are_none(shape):
     with pytest.raises(ArgumentError, match="make_mesh"):
         make_mesh(shape)

@@ -112,6 +112,8 @@ def test_functional_refuses():
     fn, params, buffers = vs.functional(make())
     with pytest.raises(ArgumentError, match=r"first\.wieght: no parameter or buffer"):
         fn({**params, "first.wieght": X}, buffers, X)
+    with pytest.raises(ArgumentError, match="buffers of type Tensor"):
+        fn(params, X)
 
 
 def test_parameters_that_are_not_used_get_zeros():

@@ -216,6 +216,9 @@ def test_the_same_tensor_twice_is_two_arguments():
 def test_an_unhashable_static_argument():
     with pytest.raises(ArgumentError, match="bytearray"):
         vs.parallelize(lambda x, y: x, ROWS)(X, bytearray())
+    with pytest.raises(ArgumentError, match="from_numpy") as caught:
+        vs.parallelize(lambda x, y: x, ROWS)(X, torch.ones(100, 100).numpy())
+    assert len(str(caught.value)) < 400  # not the whole array
 
 
 def test_strided_arguments():

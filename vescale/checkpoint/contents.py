@@ -148,7 +148,7 @@ def misfit(wanted: Leaf, saved: dict[str, Leaf]) -> str | None:
     """Why the leaf that is wanted is not in a checkpoint as it is wanted; None if it is."""
     found = saved.get(wanted.path)
     if found is None:
-        near = ", ".join(near_misses(wanted.path, saved)) or "nothing"
+        near = ", ".join(near_misses(wanted.path, saved, limit=1)) or "nothing"
         return f"no {wanted.path!r} (near: {near})"
     if (found.kind, found.dtype, found.shape) != (wanted.kind, wanted.dtype, wanted.shape):
         return f"{wanted.path!r} is {found}, not {wanted}"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import ArgumentError, CheckpointError, explain, near_misses
+from .._errors import ArgumentError, CheckpointError, explain, nearest
 from .files import read_into
 
 DTYPES = {
@@ -223,7 +223,7 @@ def renamed(names: Sequence[str], rename: Rename) -> dict[str, str]:
                 f"rules that match no name: {', '.join(map(repr, unused))}",
                 where="rename",
                 rule="a rule is a regex that fullmatches the name of at least one tensor",
-                remedy=f"near: {', '.join(near_misses(next(iter(unused)), names)) or 'nothing'}",
+                remedy=nearest(next(iter(unused)), names),
             )
         )
     return new

@@ -1,4 +1,4 @@
-"""The command line: one file a command, each with its parser and the data that it shows.
+"""The command line of vescale: what is installed here, and what a model would need elsewhere.
 
 python -m vescale doctor       what is installed, what works, and a self-test
 python -m vescale estimate     memory and bytes on the wire of a model on a mesh that isn't here

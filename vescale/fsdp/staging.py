@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._errors import LayoutError, PlanError, explain, near_misses
+from .._errors import LayoutError, PlanError, explain, nearest
 from ..spmd.layout import AbstractMesh, Layout
 from ..spmd.placements import P
 from ..spmd.plan import Parameter, Staged, Staging
@@ -135,15 +135,13 @@ def _wraps(fsdp: FSDP, paths: Sequence[Path]) -> dict[Path, str]:
         found[path] = next(iter(matches), "")
     for regex in fsdp.wrap:
         if regex not in used:
-            near = (
-                ", ".join(near_misses(re.sub(r"\\d\+|\.\*|[\\^$()?+*\[\]]", "", regex), modules)) or "nothing"
-            )
+            plain = re.sub(r"\\d\+|\.\*|[\\^$()?+*\[\]]", "", regex)
             raise PlanError(
                 explain(
                     f"wrap {regex!r} matches no module above a parameter",
                     where="FSDP",
                     rule="a wrap fullmatches the dotted path of a module with parameters",
-                    remedy=f"near: {near}",
+                    remedy=nearest(plain, modules),
                 )
             )
     return found

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import _tree
-from .._errors import ArgumentError, explain, near_misses
+from .._errors import ArgumentError, explain, nearest
 from ..spmd.matrices import Matrices
 
 
@@ -43,13 +43,13 @@ def arrangements(texts: Mapping[str, str], params: Any, optimizer: str) -> tuple
         found.append(how)
     if unused:
         regex = next(iter(unused))
-        near = near_misses(re.sub(r"\\d\+|\.\*|[\\^$()?+*\[\]]", "", regex), paths)
+        plain = re.sub(r"\\d\+|\.\*|[\\^$()?+*\[\]]", "", regex)
         raise ArgumentError(
             explain(
                 f"matrix_dims[{regex!r}] matches no parameter",
                 where=optimizer,
                 rule="a key is a regex that fullmatches the dotted path of at least one parameter",
-                remedy=f"near: {', '.join(near) or 'nothing'}",
+                remedy=nearest(plain, paths),
             )
         )
     return paths, found

@@ -5,7 +5,7 @@ Works in plain torch, inside `vs.parallelize`, and under `vs.value_and_grad` and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def functional_call(module: nn.Module) -> Callable[..., Any]:
     """The pure function of `functional` alone."""
 
     def fn(params: Tensors, buffers: Tensors, /, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
-        _check_names(module, (*params, *buffers))
+        _check_names(module, params, buffers)
         # What the module may write to is made here, also for torch.func, which protects what is captured.
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
         given = {**params, **copies}  # torch puts buffers that forward replaces back into this dict
@@ -67,12 +67,22 @@ def functional_call(module: nn.Module) -> Callable[..., Any]:
     return fn
 
 
-def _check_names(module: nn.Module, names: tuple[str, ...]) -> None:
+def _check_names(module: nn.Module, params: Tensors, buffers: Tensors) -> None:
+    for kind, tensors in (("params", params), ("buffers", buffers)):
+        if not isinstance(tensors, Mapping):
+            raise ArgumentError(
+                explain(
+                    f"{kind} of type {type(tensors).__name__}",
+                    where=type(module).__name__,
+                    rule="the function takes params, buffers and then the module's arguments",
+                    remedy="pass both dicts of vs.functional; {} where the module has no buffers",
+                )
+            )
     known = {
         *(name for name, _ in module.named_parameters(remove_duplicate=False)),
         *(name for name, _ in module.named_buffers(remove_duplicate=False)),
     }
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in (*params, *buffers) if name not in known]
     if unknown:
         raise ArgumentError(
             explain(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from .._errors import LayoutError, explain, near_misses
+from .._errors import LayoutError, explain
 from .placements import (
     InterleavedShard,
     P,
@@ -78,7 +78,7 @@ class AbstractMesh:
                     found=f"axis {axis!r}",
                     where=where,
                     rule=f"the mesh has the axes {', '.join(self.axis_names)}",
-                    remedy=near_misses(axis, self.axis_names) or "use one of these",
+                    remedy="use one of these",
                 )
             )
 

@@ -401,6 +401,15 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _abstract(shape: Mapping[str, int]) -> AbstractMesh:
+    if not isinstance(shape, Mapping):
+        raise ArgumentError(
+            explain(
+                repr(shape),
+                where="make_mesh",
+                rule="the shape is a dict of axis names and sizes: placements speak of axes by name",
+                remedy='for example make_mesh({"dp": 2, "tp": 4})',
+            )
+        )
     for axis, size in shape.items():
         # Axis names are keywords of P(...), and so Python identifiers.
         if not isinstance(axis, str) or not axis.isidentifier() or type(size) is not int or size < 1:

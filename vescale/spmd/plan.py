@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import _tree
-from .._errors import ArgumentError, LayoutError, PlanError, explain, near_misses
+from .._errors import ArgumentError, LayoutError, PlanError, explain, nearest
 from .layout import AbstractMesh, Layout
 from .mesh import Mesh
 from .placements import P
@@ -341,22 +341,18 @@ def _longest_prefix(rules: Mapping[str, P], path: str) -> P | None:
 def _check_prefixes(rules: Mapping[str, P], paths: Sequence[str], kind: str) -> None:
     for key in rules:
         if key and not any(path == key or path.startswith(f"{key}.") for path in paths):
-            near = ", ".join(near_misses(key, paths)) or "nothing"
-            shown = ", ".join(list(paths)[:8]) + (", ..." if len(paths) > 8 else "")
             raise PlanError(
                 explain(
                     f"{kind} key {key!r} that matches nothing",
                     rule=f"a key of {kind} is a path, or a prefix of one that ends at a dot",
-                    remedy=f"near: {near}; there are {shown}",
+                    remedy=nearest(key, paths),
                 )
             )
 
 
 def with_near_misses(rules: Iterable[str], paths: Sequence[str]) -> str:
     """A list of rules that match none of `paths`, each with the paths that may have been meant."""
-    return "; ".join(
-        f"{rule!r} (near: {', '.join(near_misses(_plain(rule), paths)) or 'nothing'})" for rule in rules
-    )
+    return "; ".join(f"{rule!r} ({nearest(_plain(rule), paths)})" for rule in rules)
 
 
 def _plain(rule: str) -> str:

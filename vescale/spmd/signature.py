@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,9 +108,9 @@ def _leaf_key(leaf: Any) -> Any:
     except TypeError:
         raise ArgumentError(
             explain(
-                f"a static argument of type {type(leaf).__name__}: {leaf!r}",
+                f"a static argument of type {type(leaf).__name__}: {reprlib.repr(leaf)}",
                 rule="what is not a tensor is static, and part of the signature: it is hashable",
-                remedy="pass tensors, numbers, strings or other hashable values",
+                remedy="pass a tensor (of an array: torch.from_numpy), a number, a string, a tuple of them",
             )
         ) from None
     return type(leaf), leaf
