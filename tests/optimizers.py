@@ -52,7 +52,6 @@ OPTIMIZERS = {
     "adam": Case(lambda lr: optim.adam(lr, amsgrad=True)),
     "adamw": Case(lambda lr: optim.adamw(lr)),
     "loss_scale": Case(lambda lr: optim.loss_scale(optim.adam(lr), init=1.0), elementwise=False),
-    "adamw_8bit": Case(lambda lr: optim.adamw_8bit(lr, block=1, min_elements=8), elementwise=False),
     "clipped": Case(clipped, bound=1e-6, elementwise=False),
     "by_label": Case(by_label),
     # Tiles that no cut of the matrix goes through, every one with its own scales, short ones too.
