@@ -1,4 +1,4 @@
-"""The tests, two runs of pytest at a time: python -m tests.run [pytest options]. One core each, on two cores."""
+"""The tests, two runs of pytest at a time, a core each: python -m tests.run [pytest options]."""
 
 import os
 import subprocess
