@@ -35,6 +35,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/muon_balance.py --check
 	$(BIN)/python benchmarks/adamw_8bit.py --check
 	$(BIN)/python benchmarks/checkpoint.py --check
+	$(BIN)/python benchmarks/lanes.py
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

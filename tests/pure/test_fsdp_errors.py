@@ -33,6 +33,7 @@ REFUSED = {
         lambda: resolve(BLOCKS, vs.FSDP("dp", block={"tail": vs.Rows(2)})),
         "'tail'",
     ),
+    "a block for no name": (lambda: vs.FSDP("dp", block=vs.Elements(4)), "block=Elements(n=4)"),  # type: ignore[arg-type]
     "a block that is none": (lambda: vs.FSDP("dp", block={".*": 128}), "vs.Rows"),
     "a dtype of integers": (lambda: vs.FSDP("dp", param_dtype=torch.int8), "param_dtype=torch.int8"),
     "a dtype that is none": (lambda: vs.FSDP("dp", reduce_dtype="bfloat16"), "reduce_dtype=bfloat16"),

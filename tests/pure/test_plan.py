@@ -160,3 +160,8 @@ def test_repr_leaves_out_what_is_empty():
 
 def test_a_pending_reduction_may_be_an_input():
     assert Plan(MESH, inputs={"x": P(dp=Partial())}).input_spec("x") == P(dp=Partial())
+
+
+def test_a_tree_in_the_place_of_the_plan():
+    with pytest.raises(vs.VescaleError, match=r"remedy: vs\.distribute\(params, plan\)"):
+        vs.distribute(Plan(MESH), TREE)  # type: ignore[arg-type]

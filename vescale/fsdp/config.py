@@ -59,6 +59,15 @@ class FSDP:
     ) -> None:
         self.axes = _strings(axis, "axis")
         self.wrap = _strings(wrap, "wrap")
+        if not isinstance(block, Mapping | None):
+            raise PlanError(
+                explain(
+                    f"block={block!r}",
+                    where="vs.FSDP",
+                    rule="blocks are given by regex on parameter paths",
+                    remedy=f"block={{'.*': {block!r}}} for all parameters",
+                )
+            )
         self.block = dict(block or {})
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _tree
+from .._errors import ArgumentError, explain
 from .dtensor import DTensor, distribute_tensor
 from .plan import Plan
 
@@ -13,8 +14,7 @@ def distribute(tree: Any, plan: Plan) -> Any:
     """Each tensor of the parameter tree `tree`, placed at rest as `plan.params` says.
 
     Tensors are global values, equal on all ranks; DTensors are moved. With `plan.fsdp` the parameters of
-    a bucket share one buffer. Raises PlanError as
-    `plan.resolve` does.
+    a bucket share one buffer. Raises PlanError as `plan.resolve` does, ArgumentError for what is no plan.
 
     >>> import torch
     >>> from vescale.spmd.mesh import make_mesh
@@ -24,6 +24,15 @@ def distribute(tree: Any, plan: Plan) -> Any:
     >>> tree["w"].to_local(0)
     tensor([1., 1.])
     """
+    if not isinstance(plan, Plan):
+        raise ArgumentError(
+            explain(
+                f"a plan that is a {type(plan).__name__}",
+                where="vs.distribute",
+                rule="the tree of tensors comes first, then the plan",
+                remedy="vs.distribute(params, plan)",
+            )
+        )
     mesh = plan.hosted("vs.distribute")
     leaves, spec = _tree.flatten(tree)
     resolved = plan.resolve(tree)
