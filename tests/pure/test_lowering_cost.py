@@ -44,6 +44,7 @@ def test_lowering_takes_a_few_milliseconds_a_node_whatever_the_ranks(rest):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_ranks():
     peaks = []
     for dp in (2, 2, 2560):

@@ -82,7 +82,7 @@ def started_early(kinds):
         registry.unregister("early")
 
 
-@pytest.mark.parametrize("kinds", [KINDS[:1], KINDS], ids=len)
+@pytest.mark.parametrize("kinds", [pytest.param(KINDS[:1], marks=pytest.mark.slow), KINDS], ids=len)
 @pytest.mark.parametrize("name", ["dp", "tp", "ragged"])
 def test_training_with_collectives_that_start_early(name, kinds):
     wanted = trained(PLANS[name], ())

@@ -195,7 +195,7 @@ def test_exact_functions(data):
     assert_same(vs.parallelize(fn, vs.Plan(mesh))(*placed), fn(*tensors))
 
 
-@examples(100)
+@examples(60)
 @given(st.data())
 def test_exact_gradients(data):
     mesh, fn, tensors, placed = drawn(data, SUMMED)
