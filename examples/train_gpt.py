@@ -69,10 +69,6 @@ def plain_step(model: nn.Module):
     return step
 
 
-def bits(tensor: vs.DTensor) -> bytes:
-    return tensor.full_tensor().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 def train(
     mesh, steps=100, batch=8, seed=0, dtype="float32", compare=True, optimizer="adamw", dropout=0.0,
     lanes=0, hash=False, save_every=0, resume=False, folder=Path("out/train_gpt"), blocks=4,
@@ -119,7 +115,7 @@ def train(
                 theirs[i] = plain(read_rows(text, starts))
             if hash:
                 for tensor in (seen["loss"], *seen["gradients"].values(), *params.values()):
-                    digest.update(bits(tensor))
+                    digest.update(tensor.full_tensor().contiguous().view(-1).view(torch.uint8).numpy())
             if save_every and (i + 1) % save_every == 0:
                 saved = {"params": params, "opt_state": opt_state, "done": i + 1, "torch": generator}
                 vs.checkpoint.save(saved, folder, step=i + 1, keep=2)
