@@ -15,7 +15,7 @@ import vescale as vs
 from vescale.rng.numbers import compressed
 from vescale.spmd import boundary, redistribute, signature
 from vescale.spmd.placements import P, Shard
-from vescale.spmd.program import dispatch, draw, emit, passes, program
+from vescale.spmd.program import binding, dispatch, draw, emit, passes
 from vescale.spmd.program.cache import ProgramCache
 from vescale.spmd.program.emit import Call
 from vescale.spmd.program.partition import Compute, Local, Move
@@ -75,7 +75,7 @@ def noisy(*shape, seed=0):
 
 def exchanges(monkeypatch, kind, wrong, when=lambda step: True):
     """Collectives of a kind become wrong(run, values, step)."""
-    bind = program.bind
+    bind = binding.bind
 
     def bind_wrongly(step, mesh, **options):
         run = bind(step, mesh, **options)
@@ -83,7 +83,7 @@ def exchanges(monkeypatch, kind, wrong, when=lambda step: True):
             return run
         return lambda values: wrong(run, values, step)
 
-    monkeypatch.setattr(program, "bind", bind_wrongly)
+    monkeypatch.setattr(binding, "bind", bind_wrongly)
 
 
 def rules(monkeypatch, op, change):
@@ -370,7 +370,7 @@ def a_mask_that_each_rank_draws_for_itself(monkeypatch):
         shape = partitioned.values[number].layout.shape
         return draw.BoundDraw(lambda values: [[torch.empty(shape).bernoulli_(0.5)] for _ in mesh.local_ranks])
 
-    monkeypatch.setattr(program, "bind_draw", of_each)
+    monkeypatch.setattr(binding, "bind_draw", of_each)
 
 
 @fault(lambda x: x + torch.rand(16), [whole(16)], ROWS, "draw", "one device", mesh=FOUR)

@@ -4,7 +4,29 @@ import torch
 
 import vescale as vs
 
+P, S, R = vs.P, vs.Shard, vs.RaggedShard
 LR = 0.0123
+
+# Meshes and layouts of matrices of 8 x 6, 10 x 7 and 4 of 5 x 6 that cut them, for Shampoo too.
+CUTS_OF_BOTH = {
+    "ragged elements": (
+        {"dp": 4},
+        [
+            P(dp=R((0, 1), (5, 11, 0, 32))),
+            P(dp=R((0, 1), (1, 0, 69, 0))),
+            P(dp=R((0, 1, 2), (7, 20, 33, 60))),
+        ],
+    ),
+    "ragged rows, empty ranks": (
+        {"dp": 4},
+        [P(dp=R((0,), (1, 0, 7, 0))), P(dp=R((0,), (0, 0, 0, 1))), P(dp=R((0, 1), (3, 0, 10, 7)))],
+    ),
+    "tp and ragged dp": (
+        {"dp": 2, "tp": 2},
+        [P(tp=S(0), dp=R((0,), (1, 3))), P(tp=S(0), dp=R((0, 1), (9, 26))), P(tp=S(1), dp=R((0,), (1, 3)))],
+    ),
+    "replicas": ({"replica": 2, "dp": 2}, [P(dp=R((0,), (3, 5))), P(), P(dp=S(1))]),
+}
 
 
 def draw(*shapes, seed=0, dtype=torch.float32):

@@ -3,6 +3,7 @@
 import torch
 
 import vescale as vs
+from tests.muon_cases import CUTS_OF_BOTH
 
 P, S, R = vs.P, vs.Shard, vs.RaggedShard
 LR = 0.0123
@@ -12,26 +13,10 @@ CUTS = {
     "one rank": ({"dp": 1}, [P(dp=S(0)), P(), P(dp=S(0))]),
     "rows": ({"dp": 4}, [P(dp=S(0)), P(dp=S(0)), P(dp=S(0))]),
     "columns": ({"dp": 2}, [P(dp=S(1)), P(dp=S(1)), P(dp=S(2))]),
-    "ragged elements": (
-        {"dp": 4},
-        [
-            P(dp=R((0, 1), (5, 11, 0, 32))),
-            P(dp=R((0, 1), (1, 0, 69, 0))),
-            P(dp=R((0, 1, 2), (7, 20, 33, 60))),
-        ],
-    ),
-    "ragged rows, empty ranks": (
-        {"dp": 4},
-        [P(dp=R((0,), (1, 0, 7, 0))), P(dp=R((0,), (0, 0, 0, 1))), P(dp=R((0, 1), (3, 0, 10, 7)))],
-    ),
     "more ranks than rows": ({"dp": 16}, [P(dp=S(1)), P(dp=S(0)), P(dp=S(1))]),
-    "tp and ragged dp": (
-        {"dp": 2, "tp": 2},
-        [P(tp=S(0), dp=R((0,), (1, 3))), P(tp=S(0), dp=R((0, 1), (9, 26))), P(tp=S(1), dp=R((0,), (1, 3)))],
-    ),
     "two axes": ({"dp": 2, "tp": 2}, [P(dp=S(0), tp=S(0)), P(tp=S(0), dp=S(1)), P(dp=S(0), tp=S(0))]),
     "stack over tp": ({"dp": 2, "tp": 2}, [P(tp=S(1)), P(dp=S(0)), P(tp=S(0), dp=R((0, 1), (1, 4)))]),
-    "replicas": ({"replica": 2, "dp": 2}, [P(dp=R((0,), (3, 5))), P(), P(dp=S(1))]),
+    **CUTS_OF_BOTH,
 }
 
 

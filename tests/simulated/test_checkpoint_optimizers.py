@@ -12,7 +12,7 @@ from tests.optimizers import OPTIMIZERS, plan_on
 from vescale import _tree, optim
 from vescale._errors import CheckpointError
 from vescale.spmd import redistribute
-from vescale.spmd.program import program as programs
+from vescale.spmd.program import binding
 
 P, S, R = vs.P, vs.Shard, vs.RaggedShard
 SHAPES = {"frozen": (6,), "mat": (24, 12), "more": (7, 6), "vec": (6,), "none": (0, 3), "scalar": ()}
@@ -148,7 +148,7 @@ def test_no_element_is_sent_to_save(tmp_path, monkeypatch):
     def sends(*_, **__):
         raise AssertionError("a collective in a save")
 
-    for module, name in ((programs, "bind"), (redistribute, "bind"), (redistribute, "bind_many")):
+    for module, name in ((binding, "bind"), (redistribute, "bind"), (redistribute, "bind_many")):
         monkeypatch.setattr(module, name, sends)
     with pytest.raises(AssertionError, match="a collective"):  # it would be seen
         tensors["six"].full_tensor()

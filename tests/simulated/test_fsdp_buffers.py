@@ -15,7 +15,7 @@ from vescale._errors import ArgumentError
 from vescale.fsdp import DBuffer, gathers, reductions
 from vescale.fsdp.into_buffer import DIRECT, WriteResult
 from vescale.fsdp.memory import Write, packed
-from vescale.spmd.program import program as programs
+from vescale.spmd.program import binding, program as programs
 from vescale.spmd.program.emit import Call
 from vescale.spmd.redistribute_plan import plan as redistribution
 
@@ -82,7 +82,7 @@ def test_parameters_lie_in_the_gathered_buffer_and_gradients_are_sent_from_their
 
         return spied
 
-    def bind(step, mesh, real=programs.bind, **given):
+    def bind(step, mesh, real=binding.bind, **given):
         run = real(step, mesh, **given)
 
         def spied(values):
@@ -94,7 +94,7 @@ def test_parameters_lie_in_the_gathered_buffer_and_gradients_are_sent_from_their
 
     monkeypatch.setattr(gathers, "views", views)
     monkeypatch.setattr(reductions, "empty_gradients", empty)
-    monkeypatch.setattr(programs, "bind", bind)
+    monkeypatch.setattr(binding, "bind", bind)
     step = vs.parallelize(gpt.train_step(model, vs.optim.adamw(1e-3)), plan)
     params = vs.distribute(gpt.parameters(model), plan)
     step(params, vs.optim.adamw(1e-3).init(params), gpt.batch())

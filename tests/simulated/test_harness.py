@@ -14,7 +14,7 @@ from tests.faults import FAULTS, aten, exchanges, noisy, rules, whole
 from vescale._errors import ArgumentError
 from vescale.spmd import hosted, lane_boundary
 from vescale.spmd.placements import P, Shard
-from vescale.spmd.program import draw, passes, program
+from vescale.spmd.program import binding, draw, passes
 from vescale.testing import op_by_op, running, strategies
 
 
@@ -212,13 +212,13 @@ def test_a_passed_generator_that_ends_elsewhere_is_told():
 
 
 def test_a_draw_too_many_is_told(monkeypatch):
-    bind = program.bind_draw
+    bind = binding.bind_draw
 
     def twice(step, partitioned, mesh):
         run = bind(step, partitioned, mesh)
         return draw.BoundDraw(lambda values: (run(values), torch.rand(1))[0])
 
-    monkeypatch.setattr(program, "bind_draw", twice)
+    monkeypatch.setattr(binding, "bind_draw", twice)
     with pytest.raises(vs.testing.Inconsistent, match="the state of torch's default generator"):
         vs.testing.assert_consistent(lambda x: x + torch.rand(8), [torch.zeros(8)], plan_of(dp=2))
 

@@ -8,7 +8,7 @@ import torch
 
 import vescale as vs
 from tests import toy
-from tests.muon_cases import LR, by_torch, draw, equal, named, plainly, step_of
+from tests.muon_cases import CUTS_OF_BOTH, LR, by_torch, draw, equal, named, plainly, step_of
 from vescale import _tree
 from vescale.optim.orthogonalize import flops
 from vescale.spmd.matrices import Matrices
@@ -106,28 +106,12 @@ def test_it_finds_the_least_of_a_quadratic():
 CUTS = {
     "even rows": ({"dp": 4}, [P(dp=S(0)), P(dp=S(0)), P(dp=S(0))]),
     "columns": ({"dp": 4}, [P(dp=S(1)), P(dp=S(1)), P(dp=S(2))]),
-    "ragged elements": (
-        {"dp": 4},
-        [
-            P(dp=R((0, 1), (5, 11, 0, 32))),
-            P(dp=R((0, 1), (1, 0, 69, 0))),
-            P(dp=R((0, 1, 2), (7, 20, 33, 60))),
-        ],
-    ),
-    "ragged rows, empty ranks": (
-        {"dp": 4},
-        [P(dp=R((0,), (1, 0, 7, 0))), P(dp=R((0,), (0, 0, 0, 1))), P(dp=R((0, 1), (3, 0, 10, 7)))],
-    ),
     "uneven, more ranks than rows": ({"dp": 8}, [P(dp=S(1)), P(dp=S(0)), P(dp=S(0))]),
-    "tp and ragged dp": (
-        {"dp": 2, "tp": 2},
-        [P(tp=S(0), dp=R((0,), (1, 3))), P(tp=S(0), dp=R((0, 1), (9, 26))), P(tp=S(1), dp=R((0,), (1, 3)))],
-    ),
     "two axes on one dim": (
         {"dp": 2, "tp": 2},
         [P(dp=S(0), tp=S(0)), P(tp=S(0), dp=S(1)), P(dp=S(0), tp=S(0))],
     ),
-    "replicas": ({"replica": 2, "dp": 2}, [P(dp=R((0,), (3, 5))), P(), P(dp=S(1))]),
+    **CUTS_OF_BOTH,
 }
 
 

@@ -20,7 +20,7 @@ from vescale.optim import (
     skip_if_nonfinite,
 )
 from vescale.spmd import redistribute
-from vescale.spmd.program import program as programs
+from vescale.spmd.program import binding
 
 INF, NAN = math.inf, math.nan
 ORDERS = pytest.mark.parametrize("order", [2.0, INF], ids=str)
@@ -71,7 +71,7 @@ def collectives(monkeypatch):
         return bind
 
     one = lambda step: step  # noqa: E731
-    monkeypatch.setattr(programs, "bind", counting(programs.bind, one))
+    monkeypatch.setattr(binding, "bind", counting(binding.bind, one))
     monkeypatch.setattr(redistribute, "bind_many", counting(redistribute.bind_many, lambda steps: steps[0]))
     monkeypatch.setattr(redistribute, "bind", counting(redistribute.bind, one))
     return kinds

@@ -215,15 +215,7 @@ def _with_fsdp(plan: Plan, settings: Settings) -> Plan:
             )
         )
     fsdp = FSDP(settings.fsdp, wrap=settings.wrap)
-    return Plan(
-        plan.mesh,
-        plan.params,
-        plan.inputs,
-        plan.outputs,
-        plan.activations,
-        fsdp=fsdp,
-        params_arg=plan.params_arg,
-    )
+    return plan.on(plan.mesh, fsdp=fsdp)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -140,15 +140,7 @@ def estimate(
         )
     if isinstance(fn, Parallelized):
         fn = fn.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
-    there = Plan(
-        abstract,
-        plan.params,
-        plan.inputs,
-        plan.outputs,
-        plan.activations,
-        fsdp=plan.fsdp,
-        params_arg=plan.params_arg,
-    )
+    there = plan.on(abstract)
     lowered = parallelize(fn, there, donate=donate).lower(*_tree.tree_map(_shape_of, tuple(args)))
     buckets = tuple(
         BucketEstimate(

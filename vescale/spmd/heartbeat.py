@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from .._errors import ArgumentError, explain
+from .world import seconds_asked
 
 # So many periods without a beat, while we listen, are a heartbeat that has stopped.
 SILENCE = 4
@@ -228,21 +228,7 @@ def start(store: Any, world: Any, rank: int, members: Iterable[int], where: Call
 
 
 def _asked_period() -> float:
-    text = os.environ.get("VESCALE_HEARTBEAT", "1")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ArgumentError(
-            explain(
-                f"VESCALE_HEARTBEAT={text!r}",
-                where="make_mesh",
-                rule="the period of heartbeats is a positive number of seconds",
-                remedy="for example VESCALE_HEARTBEAT=1",
-            )
-        )
-    return seconds
+    return seconds_asked("VESCALE_HEARTBEAT", "the period of heartbeats", 1) or 1.0
 
 
 def current() -> Heartbeat | None:

@@ -208,6 +208,18 @@ class Plan:
             params_arg=other.params_arg,
         )
 
+    def on(self, mesh: Mesh | AbstractMesh, *, fsdp: Stager | None = None) -> Plan:
+        """The same rules on another mesh of these axes; `fsdp` takes the place of the plan's own."""
+        return Plan(
+            mesh,
+            self.params,
+            self.inputs,
+            self.outputs,
+            self.activations,
+            fsdp=self.fsdp if fsdp is None else fsdp,
+            params_arg=self.params_arg,
+        )
+
     def resolve(self, tree: Any) -> Resolved:
         """What the plan says of each parameter of `tree`, as a table.
 

@@ -65,7 +65,12 @@ def store_timeout(store: Any) -> float:
 
 
 def _asked() -> float | None:
-    text = os.environ.get("VESCALE_TIMEOUT")
+    return seconds_asked("VESCALE_TIMEOUT", "the timeout", 300)
+
+
+def seconds_asked(variable: str, what: str, example: int) -> float | None:
+    """The seconds that an environment variable says, None where it isn't set. Raises ArgumentError."""
+    text = os.environ.get(variable)
     if text is None:
         return None
     try:
@@ -75,10 +80,10 @@ def _asked() -> float | None:
     if not 0 < seconds < float("inf"):
         raise ArgumentError(
             explain(
-                f"VESCALE_TIMEOUT={text!r}",
+                f"{variable}={text!r}",
                 where="make_mesh",
-                rule="the timeout is a positive number of seconds",
-                remedy="for example VESCALE_TIMEOUT=300",
+                rule=f"{what} is a positive number of seconds",
+                remedy=f"for example {variable}={example}",
             )
         )
     return seconds

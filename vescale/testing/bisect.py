@@ -24,7 +24,7 @@ from ..spmd.program import passes
 from ..spmd.program.emit import EXCHANGES, Call, Listing
 from ..spmd.program.ir import Node, Ref
 from ..spmd.program.partition import Compute, Draw, Map, Move, Wait
-from ..spmd.program.plain import PlainNode, _run as run_node, run_plainly
+from ..spmd.program.plain import PlainNode, run_node, run_plainly
 from ..spmd.program.program import as_lines, bind_steps, listing, step_lines
 from ..spmd.program.replay import name_of
 from ..spmd.program.stepwise import Observation, Stepwise, Value, call, together

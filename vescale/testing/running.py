@@ -160,25 +160,12 @@ def simulated(plan: Plan) -> Plan:
     """The same plan on a mesh of simulated ranks."""
     if isinstance(plan.mesh, Mesh) and plan.mesh.is_simulated:
         return plan
-    return on(plan, make_mesh(axes_of(plan), backend="simulated"))
+    return plan.on(make_mesh(axes_of(plan), backend="simulated"))
 
 
 def axes_of(plan: Plan) -> dict[str, int]:
     mesh = plan.mesh.abstract
     return dict(zip(mesh.axis_names, mesh.shape, strict=True))
-
-
-def on(plan: Plan, mesh: Mesh) -> Plan:
-    """The same plan on another mesh of these axes."""
-    return Plan(
-        mesh,
-        plan.params,
-        plan.inputs,
-        plan.outputs,
-        plan.activations,
-        fsdp=plan.fsdp,
-        params_arg=plan.params_arg,
-    )
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from ..lanes import LaneMesh, distinct, lanes_of, representative, widths
 from ..layout import AbstractMesh
 from ..mapped_call import mapped_call
 from ..redistribute import Collective
+from .binding import Binder
 from .draw import BoundDraw, bind_draw
 from .emit import (
     Call,
@@ -34,7 +35,7 @@ from .emit import (
     emit,
 )
 from .ir import Ref, map_args
-from .mapped import MappedTrace, bind_all, local_instruction, same
+from .mapped import MappedTrace, local_instruction, same
 from .partition import AnyStep, Draw, Local, Map, Move, Partitioned, Start, Wait, operands, results
 from .torch_draws import draws_from_nothing
 
@@ -276,71 +277,50 @@ def _untold(partitioned: Partitioned) -> set[str]:
 
 def bind_exchanges(partitioned: Partitioned, mesh: LaneMesh, hostings: Sequence[Hosting]) -> list[Collective]:
     """The exchanges of the steps in order: for each rank here the values of its lanes, before -> after."""
-    bound: list[Any] = []
-    ends: dict[int, Callable[[Any], Any]] = {}
-    lanes = _Lanes(mesh, hostings)
-    untold = frozenset(axis for hosting in hostings for axis in hosting.untold)
-    for step in partitioned.steps:
-        if isinstance(step, Map):
-            whole = mapped_call(step.handle).traced
-            bound += [lanes.one(run, None) for run in bind_all(whole, mesh, lambda variant: variant.graph)]
-        elif isinstance(step, Start):
-            start, ends[step.ticket] = lanes.halves(step, untold)
-            bound.append(start)
-        elif isinstance(step, Wait):
-            bound.append(ends[step.start.ticket])
-        elif isinstance(step, Move) and step.step.is_collective:
-            together = bind_lanes((step.step,), mesh, untold=untold, apart=False)
-            bound.append(lanes.one(lambda values, run=together: run([values])[0], step.target))
-        elif isinstance(step, Draw):
-            bound.append(lanes.draw(step, partitioned))
-    return bound
+    return [bound for step in _Lanes(partitioned, mesh, hostings).steps() for bound in step]
 
 
 def bind_apart(partitioned: Partitioned, mesh: LaneMesh) -> list[list[Collective]]:
     """What lanes do together at each step, where every lane has values of its own: see `bind_steps`."""
-    bound: list[list[Collective]] = []
-    ends: dict[int, Collective] = {}
-    untold = frozenset(_untold(partitioned)) & set(widths(mesh.abstract, mesh.hosts.abstract))
-    for step in partitioned.steps:
-        if isinstance(step, Map):
-            bound.append(bind_all(mapped_call(step.handle).traced, mesh, lambda variant: variant.graph))
-        elif isinstance(step, Start):
-            start, ends[step.ticket] = _halves_apart(tuple(move.step for move in step.moves), mesh, untold)
-            bound.append([start])
-        elif isinstance(step, Wait):
-            bound.append([ends[step.start.ticket]])
-        elif isinstance(step, Move) and step.step.is_collective:
-            run = bind_lanes((step.step,), mesh, untold=untold)
-            bound.append([lambda values, run=run: run([values])[0]])
-        elif isinstance(step, Draw):
-            bound.append([bind_draw(step, partitioned, mesh)])
-        else:
-            bound.append([])
-    return bound
+    return _Apart(partitioned, mesh).steps()
 
 
-def _halves_apart(
-    moves: tuple[Any, ...], mesh: LaneMesh, untold: frozenset[str]
-) -> tuple[Collective, Collective]:
-    """All of an exchange is done at its start: who looks at values has no use for overlap."""
-    run = bind_lanes(moves, mesh, untold=untold)
+class _Apart(Binder):
+    """Lanes as ranks."""
 
-    def start(values: Any) -> Any:
-        results = list(zip(*run(list(zip(*values, strict=True))), strict=True))
-        return [results] * len(values)
+    mesh: LaneMesh
 
-    def wait(tickets: Any) -> Any:
-        return tickets[0]
+    def __init__(self, partitioned: Partitioned, mesh: LaneMesh) -> None:
+        super().__init__(partitioned, mesh)
+        self.untold = frozenset(_untold(partitioned)) & set(widths(mesh.abstract, mesh.hosts.abstract))
 
-    return start, wait
+    def move(self, step: Move) -> Collective:
+        run = bind_lanes((step.step,), self.mesh, untold=self.untold)
+        return lambda values: run([values])[0]
+
+    def halves(self, step: Start) -> tuple[Collective, Collective]:
+        """All of an exchange is done at its start: who looks at values has no use for overlap."""
+        run = bind_lanes(tuple(move.step for move in step.moves), self.mesh, untold=self.untold)
+
+        def start(values: Any) -> Any:
+            results = list(zip(*run(list(zip(*values, strict=True))), strict=True))
+            return [results] * len(values)
+
+        def wait(tickets: Any) -> Any:
+            return tickets[0]
+
+        return start, wait
 
 
-class _Lanes:
+class _Lanes(Binder):
     """Goes from what the ranks here yield to values by lane, and back to what each rank keeps."""
 
-    def __init__(self, mesh: LaneMesh, hostings: Sequence[Hosting]) -> None:
-        self.mesh, self.hostings = mesh, hostings
+    mesh: LaneMesh
+
+    def __init__(self, partitioned: Partitioned, mesh: LaneMesh, hostings: Sequence[Hosting]) -> None:
+        super().__init__(partitioned, mesh)
+        self.hostings = hostings
+        self.untold = frozenset(axis for hosting in hostings for axis in hosting.untold)
         place = {lane: at for at, lane in enumerate(mesh.local_ranks)}
         self.places = [[place[lane] for lane in hosting.lanes] for hosting in hostings]
 
@@ -369,13 +349,19 @@ class _Lanes:
 
         return exchange
 
-    def halves(self, step: Start, untold: frozenset[str]) -> tuple[Collective, Collective]:
-        """The start and the end of one."""
+    def mapped(self, run: Collective) -> Collective:
+        return self.one(run, None)
+
+    def move(self, step: Move) -> Collective:
+        together = bind_lanes((step.step,), self.mesh, untold=self.untold, apart=False)
+        return self.one(lambda values: together([values])[0], step.target)
+
+    def halves(self, step: Start) -> tuple[Collective, Collective]:
         moves, each = tuple(move.step for move in step.moves), len(step.moves)
         kept = self.kept(step.targets)
         reduces = moves[0].kind == "all_reduce"
-        run = bind_lanes(moves, self.mesh, untold=untold, apart=False) if reduces else None
-        begin = begin_lanes(moves, self.mesh, untold=untold, apart=False) if not reduces else None
+        run = bind_lanes(moves, self.mesh, untold=self.untold, apart=False) if reduces else None
+        begin = begin_lanes(moves, self.mesh, untold=self.untold, apart=False) if not reduces else None
 
         def start(values: Any) -> Any:
             by_step = list(zip(*self.by_lane(values, each), strict=True))
@@ -391,7 +377,7 @@ class _Lanes:
 
         return start, wait
 
-    def draw(self, step: Draw, partitioned: Partitioned) -> BoundDraw:
+    def draw(self, step: Draw) -> BoundDraw:
         """A draw, of which lanes that share a result make it once."""
         firsts = {
             (value, lane)
@@ -399,7 +385,7 @@ class _Lanes:
             for value in results(step)
             for lane in hosting.sharing([value])
         }
-        drawn = bind_draw(step, partitioned, self.mesh, lambda value, lane: (value, lane) in firsts)
+        drawn = bind_draw(step, self.partitioned, self.mesh, lambda value, lane: (value, lane) in firsts)
         wanted, each = self.kept(results(step)), len(step.operands)
         named = [index for index, value in enumerate(step.results) if value is not None]
         some = draws_from_nothing(step.node)  # then results are those that have a number

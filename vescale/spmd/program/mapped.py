@@ -299,14 +299,7 @@ def bind_groups(mesh: Mesh, node_of: Callable[[int], tuple[Node, Graph]]) -> Col
         if members not in groups:
             groups[members] = bind_node(*node_of(members[0]), inside)
 
-    def exchange(locals: Sequence[Tensor]) -> list[Tensor]:
-        results: list[Any] = [None] * len(locals)
-        for members, run in groups.items():
-            for member, result in zip(members, run([locals[member] for member in members]), strict=True):
-                results[member] = result
-        return results
-
-    return exchange
+    return _one_by_one(list(groups.items()))
 
 
 def _bind_lane_groups(
@@ -321,10 +314,16 @@ def _bind_lane_groups(
             here = [place[member] for member in members if member in place]
             groups[members] = here, _bind_lane_group(mesh[axes], node_of, members)
 
+    return _one_by_one(list(groups.values()))
+
+
+def _one_by_one(groups: Sequence[tuple[Sequence[int], Collective]]) -> Collective:
+    """The collectives of groups, each at its places among the values here, one after another."""
+
     def exchange(locals: Sequence[Tensor]) -> list[Tensor]:
         results: list[Any] = [None] * len(locals)
-        for here, run in groups.values():
-            for at, result in zip(here, run([locals[at] for at in here]), strict=True):
+        for places, run in groups:
+            for at, result in zip(places, run([locals[at] for at in places]), strict=True):
                 results[at] = result
         return results
 

@@ -52,7 +52,7 @@ def run_plainly(
     left = Counter(value for node in graph.nodes for value in node.refs()) + Counter(refs_of(graph.outputs))
     for index, node in enumerate(graph.nodes):
         with below_autograd():
-            made = _run(node, values)
+            made = run_node(node, values)
         results = {out: one for out, one in zip(node.outs, made) if out is not None}
         watch(PlainNode(index, node, {value: values[value] for value in node.refs()}, results))
         values.update(results)
@@ -63,7 +63,8 @@ def run_plainly(
     return [values[output.id] if isinstance(output, Ref) else output for output in graph.outputs]
 
 
-def _run(node: Node, values: Mapping[int, Tensor]) -> Sequence[Any]:
+def run_node(node: Node, values: Mapping[int, Tensor]) -> Sequence[Any]:
+    """The results of one node, of global values by number."""
     op = node.op
     if op is torch_draw:
         stream, source = node.args

@@ -19,13 +19,12 @@ from ..lanes import LaneMesh
 from ..layout import AbstractMesh
 from ..mapped_call import mapped_call
 from ..mesh import Mesh
-from ..overlap import bind_start
-from ..redistribute import Collective, bind
+from ..redistribute import Collective
 from ..watch import here
 from . import passes
+from .binding import Binder
 from .cause import REFUSED
 from .codegen import generate
-from .draw import bind_draw
 from .emit import Call, Instruction, Listing, emit
 from .hosting import Hosting, bind_apart, bind_exchanges, host_listing
 from .ir import Graph, Ref, TensorMeta, map_args
@@ -393,24 +392,7 @@ def bind_steps(partitioned: Partitioned, mesh: Mesh, reduction: str | None = Non
     """
     if isinstance(mesh, LaneMesh):
         return bind_apart(partitioned, mesh)
-    bound: list[list[Collective]] = []
-    waits: dict[int, Collective] = {}
-    for step in partitioned.steps:
-        if isinstance(step, Map):
-            bound.append(bind_all(mapped_call(step.handle).traced, mesh, lambda variant: variant.graph))
-        elif isinstance(step, Start):
-            moves = tuple(move.step for move in step.moves)
-            start, waits[step.ticket] = bind_start(moves, mesh, reduction=reduction)
-            bound.append([start])
-        elif isinstance(step, Wait):
-            bound.append([waits[step.start.ticket]])
-        elif isinstance(step, Move) and step.step.is_collective:
-            bound.append([bind(step.step, mesh, reduction=reduction)])
-        elif isinstance(step, Draw):
-            bound.append([bind_draw(step, partitioned, mesh)])
-        else:
-            bound.append([])
-    return bound
+    return Binder(partitioned, mesh, reduction).steps()
 
 
 def compile_partitioned(
